@@ -1,0 +1,66 @@
+"""The vendor packages that kernels may need, as facts: `portable.packages` looks for them on a machine.
+
+The symbols are those that the adapters bind, so that a release without one is refused by name.
+"""
+
+from __future__ import annotations
+
+from portable.packages import VendorPackage
+
+AMD, NVIDIA = frozenset({"amd"}), frozenset({"nvidia"})
+
+PACKAGES = (
+    VendorPackage(
+        name="amd-aiter",
+        module="aiter",
+        title="AMD AITER",
+        provider="aiter",
+        vendors=AMD,
+        aliases=("aiter",),  # what source builds of AMD's were called, and what an async library on PyPI is called
+        marker="ops",
+        symbols=("flash_attn_varlen_func", "mla.mla_decode_fwd"),
+    ),
+    VendorPackage(
+        name="flash-attn",
+        module="flash_attn",
+        title="FlashAttention 2",
+        provider="flash_attn",
+        vendors=AMD | NVIDIA,
+        extension="flash_attn_2_cuda",
+        switch=("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE"),
+        symbols=("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    VendorPackage(
+        name="flash_attn_3",
+        module="flash_attn_interface",
+        title="FlashAttention 3",
+        provider="flash_attn",
+        vendors=NVIDIA,
+        symbols=("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    VendorPackage(
+        name="flash-attn-4",
+        module="flash_attn.cute",
+        title="FlashAttention 4",
+        provider="flash_attn",
+        vendors=NVIDIA,
+        symbols=("flash_attn_varlen_func",),
+    ),
+    VendorPackage(
+        name="flash_mla",
+        module="flash_mla",
+        title="FlashMLA",
+        provider="flash_mla",
+        vendors=NVIDIA,
+        symbols=("get_mla_metadata", "flash_mla_with_kvcache"),
+    ),
+    VendorPackage(
+        name="triton",
+        module="triton",
+        title="Triton",
+        bundled=True,
+        # torch's own GPU wheels bring Triton under these names
+        aliases=("triton-rocm", "pytorch-triton-rocm", "pytorch-triton"),
+        symbols=("jit", "language"),
+    ),
+)

@@ -1,0 +1,228 @@
+"""PyTorch's own attention: the fast path of a CPU, and of any device with nothing but torch.
+
+`scaled_dot_product_attention` aligns its `is_causal` to the top left: with 2 queries on 5 keys it shows them 1 and
+2 keys, where 4 and 5 are right. So only square blocks use it, and all others a mask that is built here, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from portable.kernel import ANY, ANY_SIZE, KV, Kernel, KernelCaps, Op, Segment
+from portable.layer import Layer, LayerTensors
+from portable.ragged import cu_from_lens
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Requests with the same number of query tokens and similar lengths, attended to in one call."""
+
+    queries: torch.Tensor  # [n * Sq] i64 rows of q
+    keys: torch.Tensor  # [n * Sk] i64 rows of k and v, or slots of the cache
+    shape: tuple[int, int, int]  # n, Sq, Sk
+    bias: torch.Tensor | None  # [n, 1, Sq, Sk], 0 where visible and -inf elsewhere; None for causal square or no mask
+    causal: bool  # Sq == Sk and causal, without a bias
+    distance: torch.Tensor | None  # [n, 1, Sq, Sk] positions between query and key, for ALiBi
+    empty: torch.Tensor | None  # [n, Sq] rows that see no key
+
+
+def prepare(segment: Segment, layer: Layer) -> tuple[Block, ...]:
+    """Group the requests by query length and the power of two that holds their visible span: at most 2x padding."""
+    query_lens, seq_lens = segment.host_query_lens.astype(np.int64), segment.host_seq_lens.astype(np.int64)
+    left = layer.window[0]
+    span = seq_lens
+    if left is not None:
+        span = np.minimum(seq_lens, left + query_lens)
+    live = np.flatnonzero((query_lens > 0) & (seq_lens > 0))
+    if not live.size:
+        return ()
+    bucket = query_lens[live] << 6 | np.ceil(np.log2(span[live])).astype(np.int64)
+    query_start = cu_from_lens(query_lens)
+    key_start = torch.from_numpy(cu_from_lens(seq_lens)[:-1]).to(segment.seq_lens.device)
+    return tuple(
+        _block(segment, layer, live[bucket == b], query_start, key_start, int(span[live[bucket == b]].max()))
+        for b in np.unique(bucket)
+    )
+
+
+def _block(
+    segment: Segment,
+    layer: Layer,
+    rows: Indices,
+    query_start: npt.NDArray[np.int32],
+    key_start: torch.Tensor,
+    span: int,
+) -> Block:
+    device = segment.seq_lens.device
+    host_q, host_s = segment.host_query_lens[rows], segment.host_seq_lens[rows]
+    sq = int(host_q[0])
+    chosen = torch.from_numpy(rows).to(device)
+    queries = torch.from_numpy((query_start[rows][:, None] + np.arange(sq)).ravel().astype(np.int64)).to(device)
+    seq_lens = segment.seq_lens[chosen].long()[:, None]
+    context = seq_lens - sq
+    left, right = layer.window
+    first = torch.zeros_like(context) if left is None else (context - left).clamp(min=0)
+    position = first + torch.arange(span, device=device)
+    position = torch.where(position < seq_lens, position, first.minimum(seq_lens - 1))  # padding reads a live key
+    if segment.block_table is None:
+        keys = key_start[chosen].long()[:, None] + position
+    else:
+        page = position // segment.page_size
+        keys = segment.block_table[chosen].long().gather(1, page) * segment.page_size + position % segment.page_size
+
+    causal = segment.causal
+    unmasked = segment.exact and left is None and (right is None or causal is True) and bool((host_s == span).all())
+    square = unmasked and causal is True and bool((host_q == host_s).all())
+    whole = unmasked and (causal is False or (causal is True and sq == 1))
+    bias = distance = empty = None
+    if not (square or whole) or layer.alibi:
+        query = (context + torch.arange(sq, device=device))[:, None, :, None]
+        key = (first + torch.arange(span, device=device))[:, None, None, :]
+        visible = key < seq_lens[:, None, None]
+        if isinstance(causal, torch.Tensor):
+            visible = visible & ((key <= query) | ~causal[chosen][:, None, None, None])
+        elif causal:
+            visible = visible & (key <= query)
+        if left is not None:
+            visible = visible & (key >= query - left)
+        if right is not None:
+            visible = visible & (key <= query + right)
+        visible = visible.expand(len(rows), 1, sq, span)
+        bias = torch.zeros(visible.shape, dtype=layer.dtype, device=device).masked_fill_(~visible, -torch.inf)
+        distance = (query - key).abs().to(layer.dtype) if layer.alibi else None
+        if (host_q > host_s).any() or not segment.exact:
+            empty = ~visible.any(-1)[:, 0]
+    return Block(queries, keys.reshape(-1), (len(rows), sq, span), bias, square and bias is None, distance, empty)
+
+
+def attend(
+    q: torch.Tensor,
+    kv: KV,
+    segment: Segment,
+    layer: Layer,
+    tensors: LayerTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Serve PREFILL and PAGED: the blocks differ only in what their keys index."""
+    assert kv.v is not None
+    if (segment.host_seq_lens == 0).any():
+        out.zero_()
+    for block in segment.prepared:
+        n, sq, sk = block.shape
+        whole = n * sq == len(q)
+        rows = q if whole else q[block.queries]
+        k, v = (_rows(t, block.keys, segment).view(n, sk, *t.shape[-2:]) for t in (kv.k, kv.v))
+        result = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors)
+        if block.empty is not None:
+            result = result.masked_fill(block.empty[:, :, None, None], 0)
+        if whole:
+            out.copy_(result.reshape(out.shape))
+        else:
+            out[block.queries] = result.reshape(-1, *out.shape[1:])
+
+
+def _rows(cache: torch.Tensor, index: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """Rows [n, Hkv, D] of contiguous K/V or of pages with any strides."""
+    if segment.block_table is None:
+        return cache[index]
+    if cache.stride(0) == cache.shape[1] * cache.stride(1):
+        return cache.flatten(0, 1).index_select(0, index)
+    return cache[index // segment.page_size, index % segment.page_size]
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, layer: Layer, tensors: LayerTensors
+) -> torch.Tensor:
+    """q [n, Sq, H, D], k and v [n, Sk, Hkv, D] to [n, Sq, H, Dv]."""
+    n, sq, heads, _ = q.shape
+    sk, kv_heads = k.shape[1], k.shape[2]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if block.causal and not layer.sinks:
+        square = scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, is_causal=sq > 1, scale=layer.scale, enable_gqa=heads != kv_heads
+        )
+        return square.transpose(1, 2)
+    bias = block.bias
+    if bias is None and layer.sinks:
+        bias = q.new_zeros(n, 1, sq, sk)
+        if block.causal:
+            bias = bias.masked_fill(torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    if bias is not None and layer.alibi:
+        assert tensors.alibi is not None and block.distance is not None
+        bias = bias - tensors.alibi.to(q.dtype)[None, :, None, None] * block.distance
+    if bias is not None and layer.sinks:
+        # The sink is the score of one more key: zeros for K and V, its logit as the bias.
+        assert tensors.sinks is not None
+        sink = tensors.sinks.to(q.dtype)[None, :, None, None].expand(n, heads, sq, 1)
+        bias = torch.cat([bias.expand(n, heads, sq, sk), sink], -1)
+        k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    # The query heads of a KV head become its query rows, so that K and V are not repeated: twice as fast at a decode.
+    group = heads // kv_heads
+    packed = q.view(n, sq, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, group * sq, -1)
+    if bias is not None:
+        per_head = bias.shape[1] > 1
+        width = bias.shape[-1]
+        bias = bias.view(n, kv_heads, group, sq, width) if per_head else bias[:, :, None].expand(n, 1, group, sq, width)
+        bias = bias.reshape(n, -1, group * sq, width)
+    result = scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=layer.scale)
+    return result.view(n, kv_heads, group, sq, -1).permute(0, 3, 1, 2, 4).reshape(n, sq, heads, -1)
+
+
+def cache_write(
+    k: torch.Tensor, v: torch.Tensor, kv: KV, slot_mapping: torch.Tensor, layer: Layer, tensors: LayerTensors
+) -> None:
+    """Scatter rows to slots without reading the device: a row that writes nothing repeats one that writes."""
+    assert kv.v is not None
+    num_pages, page_size = kv.k.shape[:2]
+    slots = slot_mapping.long()
+    live = (slots >= 0) & (slots < num_pages * page_size)
+    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.long().argmax())
+    slots = slots[source].clamp(min=0, max=num_pages * page_size - 1)
+    pages, offsets = slots // page_size, slots % page_size
+    for new, cache in ((k, kv.k), (v, kv.v)):
+        cache[pages, offsets] = torch.where(live[source][:, None, None], new[source], cache[pages, offsets])
+
+
+def _kernels() -> Iterator[Kernel]:
+    for op, name in ((Op.PREFILL, "torch.sdpa"), (Op.PAGED, "torch.sdpa_paged")):
+        caps = KernelCaps(
+            op=op,
+            name=name,
+            provider="torch",
+            vendors=ANY,
+            archs=ANY,
+            emulated=True,
+            dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
+            head_dims=ANY_SIZE,
+            gqa_ratios=ANY_SIZE,
+            page_sizes=ANY_SIZE,
+            features=frozenset({"window", "sinks", "alibi", "noncausal"}),
+            tolerance=TOLERANCE,
+        )
+        yield Kernel(caps, attend, prepare)
+    caps = KernelCaps(
+        op=Op.CACHE_WRITE,
+        name="torch.index_put",
+        provider="torch",
+        vendors=ANY,
+        archs=ANY,
+        emulated=True,
+        dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
+        head_dims=ANY_SIZE,
+        page_sizes=ANY_SIZE,
+        tolerance=dict.fromkeys(TOLERANCE, 0.0),
+    )
+    yield Kernel(caps, cache_write)
+
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+KERNELS = tuple(_kernels())

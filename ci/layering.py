@@ -1,0 +1,147 @@
+"""Checks who may import whom, from the source alone: python ci/layering.py [ROOT]; one violation a line, exit code 1.
+
+ragged <- batch <- variants <- planners <- attention;  target <- kernel <- select;  backends are loaded by attention
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# A module of the core and the modules of portable that it may import; "platform" stands for all below it.
+# Modules that are not listed (the command line, bench, integrations, ...) are free, and the core may not import them.
+PLANNER = ["batch", "buffers", "cache", "chunks", "kernel", "layer", "merge", "paging", "ragged", "select"]
+CORE: dict[str, list[str]] = {
+    "layer": [],
+    "ragged": [],
+    "buffers": [],
+    "kernel": ["layer", "platform.target"],
+    "paging": ["ragged"],
+    "cache": ["kernel", "layer", "paging"],
+    "merge": ["kernel", "layer"],
+    "batch": ["paging", "ragged"],
+    "chunks": ["batch", "paging", "ragged"],
+    "variants": ["batch", "chunks", "paging", "ragged"],
+    "select": ["kernel", "layer", "packages", "platform"],
+    "packages": ["platform.target", "select", "backends.packages"],  # select: the type of a request only
+    "mha": PLANNER,
+    "mla": PLANNER,
+    "mamba": PLANNER,
+    "check": [*PLANNER, "mha", "mla", "mamba"],
+    "ops": [*PLANNER, "mha", "mla", "mamba"],
+    "explain": [*PLANNER, "mha", "mla", "mamba", "packages", "platform"],
+    "attention": [*PLANNER, "mha", "mla", "mamba", "check", "ops", "explain", "packages", "platform", "backends"],
+    "graphs": [*PLANNER, "attention", "platform"],
+}
+LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
+BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "ragged", "backends"]
+PLATFORM = ["layer", "platform"]
+
+# A library and the files that may import it, inside functions.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "flash_attn": ("backends/flash_attn",),
+    "flash_attn_interface": ("backends/flash_attn",),
+    "aiter": ("backends/aiter",),
+    "flashinfer": ("backends/flashinfer",),
+    "xformers": ("backends/xformers",),
+    "vllm": ("portable/integrations", "portable/bench"),
+    "sglang": ("portable/integrations", "portable/bench"),
+    "transformers": ("portable/generate", "portable/model", "portable/integrations", "portable/bench"),
+    "triton": ("backends/triton", "platform/"),
+    "amdsmi": ("platform/",),
+    "pynvml": ("platform/",),
+    "numba": ("platform/emulated",),
+}
+AT_THE_TOP = {"triton": "backends/triton"}  # a Triton kernel is decorated where it is defined
+
+VENDOR_WORD = re.compile(r"(?<![a-z0-9])(rocm|hip|cuda|nvidia|amd|gfx[0-9a-f]+|sm_?[0-9]{2,3})(?![a-z0-9])", re.I)
+
+
+class Import(NamedTuple):
+    line: int
+    module: str
+    lazy: bool  # inside a function, or for type checkers only
+
+
+def imports(tree: ast.AST, package: str, lazy: bool = False) -> Iterator[Import]:
+    """Every import below `tree`, by statement or by importlib; `package` resolves the relative ones."""
+    for node in ast.iter_child_nodes(tree):
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (Import(node.lineno, f"{base}.{alias.name}", lazy) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and name_of(node.func) in ("import_module", "__import__"):
+            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield Import(node.lineno, first.value.rstrip("."), lazy)
+        if isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING":
+            yield from imports(ast.Module(node.body, []), package, lazy=True)
+            yield from imports(ast.Module(node.orelse, []), package, lazy)
+        else:
+            yield from imports(node, package, inside)
+
+
+def name_of(node: ast.expr) -> str:
+    """`f` of `f` and of `m.f`."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def under(module: str, allowed: list[str]) -> bool:
+    """Whether `module`, without "portable.", is one of `allowed`, below one, or a name in one."""
+    return any(module == name or module.startswith(name + ".") for name in allowed)
+
+
+def why_not(file: str, module: str, item: Import) -> str | None:
+    """The rule that an import of `file` (path below the root) and `module` (its name) breaks, or None."""
+    library, _, inner = item.module.partition(".")
+    if places := LIBRARIES.get(library):
+        if not file.startswith(places):
+            return f"imports {library}, which only {' and '.join(places)} may"
+        if not item.lazy and not file.startswith(AT_THE_TOP.get(library, "-")):
+            return f"imports {library} at the top of the file; import it inside the function that needs it"
+    if library != "portable":
+        return None
+    name = module.removeprefix("portable.")
+    if under(name, ["backends"]):
+        return None if under(inner, BACKENDS) else f"imports {item.module}; a backend may import {', '.join(BACKENDS)}"
+    if under(name, ["platform"]):
+        return None if under(inner, PLATFORM) else f"imports {item.module}; platform may import {', '.join(PLATFORM)}"
+    if under(inner, ["backends"]) and not (name in LOADERS and item.lazy):
+        return f"imports {item.module}; only {' and '.join(LOADERS)} load backends, inside functions"
+    if name in CORE and not under(inner, CORE[name]):
+        return f"imports {item.module}; {name} may import {', '.join(CORE[name]) or 'nothing of portable'}"
+    return None
+
+
+def violations(root: Path) -> Iterator[str]:
+    """Every broken rule below `root`, as "file:line: what"."""
+    for folder, prefix in (("portable", ""), ("backends", "portable."), ("platform", "portable.")):
+        for path in sorted((root / folder).rglob("*.py")):  # enters no symlinked folder
+            file = path.relative_to(root).as_posix()
+            module = (prefix + file.removesuffix(".py").replace("/", ".")).removesuffix(".__init__")
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            text = path.read_text(encoding="utf-8")
+            for item in imports(ast.parse(text, file), package):
+                if reason := why_not(file, module, item):
+                    yield f"{file}:{item.line}: {reason}"
+            if folder == "portable" and not file.startswith("portable/integrations"):
+                for number, line in enumerate(text.splitlines(), 1):
+                    if word := VENDOR_WORD.search(line):
+                        yield f"{file}:{number}: names a vendor ({word[0]}); that is for platform/ and backends/"
+
+
+def main(root: Path) -> int:
+    found = list(violations(root))
+    print("\n".join(found) or "layering: no violations")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent))

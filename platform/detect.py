@@ -1,0 +1,229 @@
+"""Which device this process computes on, and what its architecture can do."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from portable.platform.machine import Machine, as_target
+from portable.platform.sources import Card
+from portable.platform.target import Arch, Product, Target
+from portable.platform.visibility import VARIABLES
+
+GROUP = "portable.platforms"
+NAMES = ("ARCHS", "PRODUCTS", "ORDER", "probe", "count")
+EMULATED = ("gfx942", "gfx950")
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+_targets: dict[tuple[object, ...], Target] = {}
+
+
+class Vendor(Protocol):
+    """What a vendor's file, or a plug-in's module, defines.
+
+    It may also define `DEVICE`, torch's type of its devices (else the vendor's own name); `ENVIRONMENT`, the variables
+    that change what `probe` answers; `parse(name) -> Arch | None`, which reads the spellings of its architectures; and
+    `why_not(machine, index) -> str`, why a device is not there.
+    """
+
+    @property
+    def ARCHS(self) -> Mapping[str, Arch]: ...
+    @property
+    def PRODUCTS(self) -> Mapping[str, Product]: ...
+    @property
+    def ORDER(self) -> Mapping[str, tuple[str, ...]]:
+        """Provider names per operation, best first."""
+
+    def probe(self, machine: Machine, index: int) -> Target | None: ...
+    def count(self, machine: Machine) -> int: ...
+
+
+def detect(device: str | torch.device | None = None, *, machine: Machine | None = None) -> Target:
+    """The best device of this machine, or the one that `device` names.
+
+    `device` is "cpu", "cuda" (torch's current one), "cuda:1", a `torch.device`, "emulated:gfx942" or a plug-in's vendor
+    name. None means what the environment variable PORTABLE_DEVICE says and, without it, the first vendor that has a
+    device, the CPU last. No device is opened where the driver's tables can answer. Raises ValueError for a name that is
+    not known, a device that is not there, and visibility variables that contradict each other.
+
+    >>> detect("cpu").vendor
+    'cpu'
+    """
+    if machine is not None:
+        return _find(device, machine)
+    machine = Machine()
+    environment = {*VARIABLES, "PORTABLE_DEVICE", "PORTABLE_PLUGINS"}
+    for vendor in vendors().values():
+        environment.update(getattr(vendor, "ENVIRONMENT", ()))
+    settings = (machine.environ.get(name) for name in sorted(environment))
+    # opening the device changes no answer that was given before
+    key = (None if device is None else str(device), machine.current() or 0, *settings)
+    if key not in _targets:
+        _targets[key] = _find(device, machine)
+    return _targets[key]
+
+
+def describe(arch: str, product: str | None = None) -> Target:
+    """A device of architecture `arch` from the tables alone, on any machine.
+
+    The names of drivers and compilers are understood ("gfx942:sramecc+:xnack-", "sm_90a"). Without `product` the number
+    of compute units is None, unless every product of the architecture has the same. A well-formed name that no table
+    lists gives family "unknown". Raises ValueError for any other name, and for a product of another architecture.
+
+    >>> describe("gfx942").compute_units, describe("gfx942", "MI300A").compute_units, describe("sm_90a").arch
+    (None, 228, 'sm90')
+    """
+    return _describe(arch, product, vendors())
+
+
+def vendors(environ: Mapping[str, str] | None = None) -> dict[str, Vendor]:
+    """Every vendor by name, the CPU last: the files of this folder, then the plug-ins that PORTABLE_PLUGINS allows.
+
+    A plug-in that does not load is logged and left out.
+
+    >>> list(vendors({"PORTABLE_PLUGINS": ""}))
+    ['amd', 'nvidia', 'cpu']
+    """
+    found = {**_files(), **_plugins((os.environ if environ is None else environ).get("PORTABLE_PLUGINS"))}
+    return dict(sorted(found.items(), key=lambda entry: entry[0] == "cpu"))
+
+
+def absent(machine: Machine | None = None) -> dict[str, str]:
+    """The reason for every vendor that has no usable device here.
+
+    >>> "built without CUDA or ROCm" in absent(Machine(torch_cuda=None, torch_hip=None, environ={}))["amd"]
+    True
+    """
+    machine = machine or Machine()
+    reasons = {}
+    for name, vendor in vendors(machine.environ).items():
+        try:
+            if not _ask(name, vendor.count, machine):
+                reasons[name] = _why_not(name, vendor, machine, 0)
+        except ValueError as error:  # visibility variables that contradict each other
+            reasons[name] = str(error)
+    return reasons
+
+
+def cache_clear() -> None:
+    """Forget every detected device and every plug-in."""
+    _targets.clear()
+    _plugins.cache_clear()
+
+
+@cache
+def _files() -> Mapping[str, Vendor]:
+    package = __name__.rpartition(".")[0]
+    names = [entry.name for entry in pkgutil.iter_modules([os.path.dirname(__file__)]) if not entry.ispkg]
+    modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+    return {n: cast(Vendor, m) for n, m in modules.items() if hasattr(m, "ARCHS") and hasattr(m, "probe")}
+
+
+@cache
+def _plugins(allowed: str | None) -> Mapping[str, Vendor]:
+    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
+    loaded: dict[str, Vendor] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        if names is not None and entry.name not in names:
+            continue
+        try:
+            if entry.name in _files():
+                raise ValueError(f"the name {entry.name!r} is a built-in vendor's")
+            vendor: Any = entry.load()
+            missing = [name for name in NAMES if not hasattr(vendor, name)]
+            if missing:
+                raise AttributeError(f"{entry.value} lacks {', '.join(missing)}")
+            loaded[entry.name] = vendor
+        except (Exception, SystemExit) as error:
+            _left_out(entry.name, error)
+    return loaded
+
+
+def _left_out(name: str, error: BaseException) -> None:
+    log.warning("platform plug-in %r is left out: %s: %s", name, type(error).__name__, error)
+
+
+def _find(device: str | torch.device | None, machine: Machine) -> Target:
+    known = vendors(machine.environ)
+    setting = machine.environ.get("PORTABLE_DEVICE")
+    if device is not None:
+        return _named(str(device), f"device is {str(device)!r}", known, machine)
+    if setting:
+        return _named(setting, f"PORTABLE_DEVICE is {setting!r}", known, machine)
+    found = (_device(name, vendor, machine, None) for name, vendor in known.items())
+    return next(target for target in found if target)  # the CPU is always there
+
+
+def _named(device: str, stated: str, known: Mapping[str, Vendor], machine: Machine) -> Target:
+    if device in (emulated := {f"emulated:{arch}": arch for arch in EMULATED}):
+        return replace(_describe(emulated[device], None, known), emulated=True, device="cpu")
+    kind, colon, number = device.partition(":")
+    named = {name: vendor for name, vendor in known.items() if kind in (name, _device_type(name, vendor))}
+    if not named or bool(colon) != (number.isascii() and number.isdigit()):
+        kinds = dict.fromkeys(_device_type(name, vendor) for name, vendor in known.items())
+        valid = (*kinds, *(f"{kind}:N" for kind in kinds if kind != "cpu"), *emulated)
+        raise ValueError(f"{stated}; it must be one of {', '.join(valid)}")
+    index = int(number) if number else None
+    for name, vendor in named.items():
+        if target := _device(name, vendor, machine, index):
+            return target
+    reasons = dict.fromkeys(_why_not(name, vendor, machine, index or 0) for name, vendor in named.items())
+    telling = [reason for reason in reasons if reason != machine.built_for] or reasons
+    raise ValueError(f"{stated}, which torch does not have: {'; '.join(telling)}")
+
+
+def _device(name: str, vendor: Vendor, machine: Machine, index: int | None) -> Target | None:
+    """The vendor's device `index`, or its current one; None when it has no such device."""
+    if index is None:
+        index = (machine.current() or 0) if _device_type(name, vendor) == "cuda" else 0
+    return _ask(name, vendor.probe, machine, index)
+
+
+def _ask(name: str, question: Callable[..., Answer], *about: object) -> Answer | None:
+    """What a vendor answers; None where a plug-in fails."""
+    try:
+        return question(*about)
+    except Exception as error:
+        if name in _files():
+            raise
+        _left_out(name, error)
+        return None
+
+
+def _device_type(name: str, vendor: Vendor) -> str:
+    return str(getattr(vendor, "DEVICE", name))
+
+
+def _why_not(name: str, vendor: Vendor, machine: Machine, index: int) -> str:
+    reason = _ask(name, getattr(vendor, "why_not", lambda *about: None), machine, index)
+    return str(reason or f"{name} lists no device {index}")
+
+
+def _describe(arch: str, product: str | None, known: Mapping[str, Vendor]) -> Target:
+    facts: Arch | None = None
+    for name, vendor in known.items():
+        if facts := _ask(name, getattr(vendor, "parse", vendor.ARCHS.get), arch):
+            break
+    if facts is None:
+        archs = ", ".join(arch for vendor in known.values() for arch in vendor.ARCHS)
+        raise ValueError(f"arch is {arch!r}; it must be one of {archs}")
+    products = [p for p in vendor.PRODUCTS.values() if p.arch == facts.name]
+    chosen = None if product is None else next((p for p in products if p.named(product)), None)
+    if product is not None and chosen is None:
+        others = [p.arch for v in known.values() for p in v.PRODUCTS.values() if p.named(product)]
+        what = f"of arch {others[0]}, not {facts.name}" if others else "in no table"
+        names = ", ".join(p.name for p in products) or "not listed"
+        raise ValueError(f"product {product!r} is {what}; the products of {facts.name} are {names}")
+    units = {p.compute_units for p in products}
+    card = Card(arch=facts.name, compute_units=units.pop() if chosen is None and len(units) == 1 else None)
+    device = _device_type(name, vendor)
+    return as_target(card, facts, chosen, index=0, device=device if device == "cpu" else f"{device}:0", runtime=None)

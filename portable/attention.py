@@ -1,0 +1,301 @@
+"""`Attention`: plan a step once, then write and run every layer of one kind with tensors only."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable import ops
+from portable.batch import Batch
+from portable.check import check_run, check_write
+from portable.kernel import KV, AttnOut, Kernel, Needs, Op, Segment
+from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.mha import Choose, MhaPlan, plan_segments
+from portable.packages import installed
+from portable.platform.detect import detect
+from portable.ragged import next_power_of_2
+from portable.select import Choice, Request, parse_requested, requested_from_env, select, why_not_here
+
+if TYPE_CHECKING:
+    from portable.explain import Explanation
+    from portable.platform.target import Target
+
+log = logging.getLogger("portable")
+NO_TENSORS = LayerTensors()
+
+
+@cache
+def load_kernels() -> tuple[Kernel, ...]:
+    """Every kernel of the backends folder, and of plug-ins of the entry-point group `portable.kernels`.
+
+    A plug-in is a module or tuple of kernels; `PORTABLE_PLUGINS` lists the names that may load (unset: all,
+    empty: none). One that fails to load is reported and left out.
+    """
+    kernels: list[Kernel] = []
+    backends = importlib.import_module("portable.backends")
+    for info in sorted(pkgutil.iter_modules(backends.__path__), key=lambda info: info.name):
+        kernels += getattr(importlib.import_module(f"portable.backends.{info.name}"), "KERNELS", ())
+    allowed = os.environ.get("PORTABLE_PLUGINS")
+    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
+    for point in entry_points(group="portable.kernels"):
+        if names is None or point.name in names:
+            try:
+                loaded = point.load()
+                kernels += getattr(loaded, "KERNELS", loaded)
+            except (Exception, SystemExit) as error:
+                log.warning(
+                    "plug-in %s (%s) did not load: %s: %s", point.name, point.value, type(error).__name__, error
+                )
+    return tuple(kernels)
+
+
+def available_kernels(device: torch.device | str | None = None) -> tuple[Kernel, ...]:
+    """The kernels that can run on a device with the packages of this machine, whatever the layer.
+
+    >>> "torch.sdpa" in {kernel.name for kernel in available_kernels("cpu")}
+    True
+    """
+    target = detect(device)
+    packages = installed(target, None)
+    return tuple(kernel for kernel in load_kernels() if not why_not_here(kernel, target, packages))
+
+
+class Attention:
+    """All the attention layers of a model that share one `Layer`.
+
+    Args:
+        layer: what the layers have in common.
+        page_size: tokens per page of their caches.
+        device: a torch device or its name, or None for the best of this machine (`PORTABLE_DEVICE`).
+        max_reqs, max_tokens, max_seq_len: the largest step that will be planned.
+        backend: a provider or kernel name to use, or "op=name,..."; None for `PORTABLE_BACKEND` or the best.
+
+    Raises:
+        UnsupportedError: no kernel serves this layer on this device; the message lists every reason.
+
+    >>> layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    >>> attn = Attention(layer, page_size=4, device="cpu")
+    >>> pages = KV(torch.zeros(8, 4, 2, 8), torch.zeros(8, 4, 2, 8))
+    >>> batch = Batch.from_lens([5], [5], block_table=[[3, 6]], page_size=4)
+    >>> plan = attn.plan(batch)
+    >>> q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    >>> attn.write(k, v, pages, plan)
+    >>> attn.run(q, pages, plan, k=k, v=v).out.shape
+    torch.Size([5, 4, 8])
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        *,
+        page_size: int,
+        device: torch.device | str | None = None,
+        max_reqs: int = 256,
+        max_tokens: int = 8192,
+        max_seq_len: int = 131072,
+        backend: str | None = None,
+    ) -> None:
+        if layer.family != "gqa":
+            raise ValueError(f"layer.family is {layer.family!r}; Attention serves 'gqa' layers")
+        if layer.chunk is not None:
+            raise UnsupportedError(f"local attention (chunk={layer.chunk}) is not supported by this version")
+        limits = {"page_size": page_size, "max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
+        for name, value in limits.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        self.layer = layer
+        self.page_size = page_size
+        self.max_reqs, self.max_tokens, self.max_seq_len = max_reqs, max_tokens, max_seq_len
+        self.target = detect(device)
+        self.device = torch.device(self.target.device)
+        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
+        self._kernels = Kernels(self.target, layer, requested)
+        self._slots: dict[int, _Slot] = {}
+        causal, longest = layer.causal, next_power_of_2(max_seq_len)
+        usual = {
+            "decode": (Op.PAGED, Needs(causal, page_size, query_len=1, seq_len=longest)),
+            "extend": (Op.PAGED, Needs(causal, page_size, query_len=64, seq_len=longest)),
+            "prefill": (Op.PREFILL, Needs(causal, None, query_len=longest, seq_len=longest)),
+            "cache_write": (Op.CACHE_WRITE, Needs(page_size=page_size)),
+        }
+        # The kernel of each phase at the longest sequence: a layer that nothing serves fails here, not in a step.
+        self.choices: Mapping[str, Choice] = {phase: self._kernels.choice(*asked) for phase, asked in usual.items()}
+
+    def explain(self) -> Explanation:
+        """Every choice with its reasons; print it."""
+        from portable.explain import explain
+
+        return explain(
+            self.target,
+            self.layer,
+            page_size=self.page_size,
+            requested=self._kernels.requested,
+            installed=self._kernels.installed,
+            kernels=load_kernels(),
+        )
+
+    def plan(self, batch: Batch, *, slot: int = 0) -> MhaPlan:
+        """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
+
+        Raises:
+            ValueError: the batch is larger than this object was made for, on another device, or of another page size.
+        """
+        self._check(batch)
+        if slot not in self._slots:
+            self._slots[slot] = _Slot(self.layer, self._kernels)
+        return self._slots[slot].renew(batch)
+
+    def write(
+        self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor | None], plan: MhaPlan,
+        tensors: LayerTensors = NO_TENSORS,
+    ) -> None:  # fmt: skip
+        """Scatter the new tokens into their pages: k [T, Hkv, D] and v [T, Hkv, Dv] to the plan's slots, in place.
+
+        A scale divides what is stored, saturating at the largest value of an fp8 type. Slot -1 writes nothing.
+        """
+        self._check_current(plan)
+        ops.cache_write(k, v, cache[0], cache[1], *tensors, plan.handle)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor | None] | None,
+        plan: MhaPlan,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        tensors: LayerTensors = NO_TENSORS,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> AttnOut:
+        """One layer: q [T, H, D] against its requests' keys, for the step that `plan` holds.
+
+        Args:
+            q: the new tokens' queries, packed in batch order.
+            cache: the layer's pages, written already; None for a batch without a cache.
+            k, v: the new tokens' [T, Hkv, D] and [T, Hkv, Dv], where the caller has them: first chunks then attend
+                without a detour through the pages. For a batch without a cache, of all its tokens.
+            tensors: sinks, ALiBi slopes and fp8 scales of this layer.
+            out: [T, H, Dv] to write into; any strides.
+            return_lse: also give lse [H, T] float32, natural log.
+        """
+        self._check_current(plan)
+        layer = self.layer
+        if out is None:
+            out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        lse = None
+        if return_lse:
+            lse = torch.empty((layer.num_heads, q.shape[0]), dtype=torch.float32, device=q.device)
+        k_cache, v_cache = (None, None) if cache is None else cache
+        ops.attend(q, k_cache, v_cache, k, v, *tensors, out, lse, plan.handle)
+        return AttnOut(out, lse)
+
+    def _check(self, batch: Batch) -> None:
+        for name, value, limit in (
+            ("requests", batch.num_reqs, self.max_reqs),
+            ("tokens", batch.num_tokens, self.max_tokens),
+            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
+        ):
+            if value > limit:
+                raise ValueError(f"the batch has {value} {name}, above the {limit} that this Attention was made for")
+        if batch.block_table is not None and batch.page_size != self.page_size:
+            raise ValueError(f"the batch has page_size {batch.page_size}; this Attention was made for {self.page_size}")
+        if batch.device != self.device:
+            raise ValueError(f"the batch is on {batch.device}; this Attention runs on {self.device}")
+
+    def _check_current(self, plan: MhaPlan) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not any(slot.plan is plan for slot in self._slots.values()):
+            raise ValueError("plan is stale or another object's: a plan lives until the next plan() on its slot")
+
+
+class Kernels:
+    """The kernel for each operation and bucket of a layer on a target, decided once."""
+
+    def __init__(self, target: Target, layer: Layer, requested: Request | None) -> None:
+        self.target, self.layer, self.requested = target, layer, requested
+        self.installed = installed(target, requested)
+        self._choices: dict[tuple[Op, Needs], Choice] = {}
+
+    def choice(self, op: Op, needs: Needs) -> Choice:
+        """The kernel, with the reasons against the others."""
+        key = (op, needs)
+        if key not in self._choices:
+            self._choices[key] = select(
+                op, self.target, self.layer, needs, self.requested, self.installed, load_kernels()
+            )
+        return self._choices[key]
+
+    def __call__(self, op: Op, needs: Needs) -> Kernel:
+        return self.choice(op, needs).kernel
+
+
+class _Slot:
+    """The newest plan of a slot, and its segments for each way in which `run` may be called."""
+
+    def __init__(self, layer: Layer, choose: Choose) -> None:
+        self.layer, self.choose = layer, choose
+        self.handle = ops.register(self)
+        self.plan: MhaPlan | None = None
+        self._ways: dict[tuple[bool, bool], tuple[Segment, ...]] = {}
+
+    def renew(self, batch: Batch) -> MhaPlan:
+        writes = batch.slot_mapping is not None
+        usual = plan_segments(batch, self.layer, self.choose, contiguous=True, lse=False)
+        self._ways = {(True, False): usual}
+        self.plan = MhaPlan(
+            batch, usual, self.choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size)) if writes else None, self.handle
+        )
+        return self.plan
+
+    def segments(self, *, contiguous: bool, lse: bool) -> tuple[Segment, ...]:
+        way = (contiguous, lse)
+        if way not in self._ways:
+            assert self.plan is not None
+            self._ways[way] = plan_segments(self.plan.batch, self.layer, self.choose, contiguous=contiguous, lse=lse)
+        return self._ways[way]
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: KV | None,
+        new: KV | None,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        assert self.plan is not None
+        batch = self.plan.batch
+        check_run(self.layer, batch, q, kv, new, tensors, out)
+        if batch.padded_tokens > batch.num_tokens:
+            out[batch.num_tokens :] = 0
+            if lse is not None:
+                lse[:, batch.num_tokens :] = -torch.inf
+        for segment in self.segments(contiguous=new is not None, lse=lse is not None):
+            at = segment.tokens
+            if segment.block_table is not None:
+                keys = kv
+            elif batch.block_table is None or new is None or new.v is None:
+                keys = new
+            else:
+                keys = KV(new.k[at], new.v[at])
+            part = None if lse is None else lse[:, at]
+            segment.kernel.run(q[at], keys, segment, self.layer, tensors, out[at], part)
+
+    def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None:
+        assert self.plan is not None
+        batch = self.plan.batch
+        if self.plan.write is None or batch.slot_mapping is None:
+            raise ValueError("the plan's batch has no block_table, so it says nowhere to write; give Batch one")
+        check_write(self.layer, batch, new, kv)
+        if batch.num_tokens:
+            self.plan.write.run(new.k, new.v, kv, batch.slot_mapping, self.layer, tensors)

@@ -1,0 +1,200 @@
+"""Which kernel serves each operation of a layer, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.utils import canonicalize_name
+
+from portable.kernel import Kernel, Needs, Op, short
+from portable.layer import Layer, UnsupportedError
+from portable.packages import Package
+from portable.select import Choice, Reasons, Request, parse_requested, select, survey, vendor_order
+
+if TYPE_CHECKING:
+    from portable.platform.target import Target
+
+Case = tuple[Op, str, Needs]  # the operation, the phases that need it, and the need
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation for one need: the choice, or the candidates' reasons when nothing can serve."""
+
+    op: Op
+    phase: str  # "decode", "extend", ...; empty for an operation of every phase
+    needs: Needs
+    choice: Choice | None
+    rejected: tuple[tuple[str, Reasons], ...]
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Every choice for one layer on one target; `str` is the text for people, `data` that for programs."""
+
+    target: Target
+    layer: Layer
+    page_size: int
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every operation has a kernel."""
+        return all(row.choice for row in self.rows)
+
+    def data(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        layer = {key: short(v) if isinstance(v, torch.dtype) else v for key, v in asdict(self.layer).items()}
+        rows = [
+            {
+                "op": str(row.op),
+                "phase": row.phase,
+                "needs": {**asdict(row.needs), "graph": row.needs.graph.name},
+                "kernel": row.choice and row.choice.kernel.name,
+                "provider": row.choice and row.choice.kernel.caps.provider,
+                "how": row.how,
+                "alternatives": list(row.choice.alternatives) if row.choice else [],
+                "rejected": [{"kernel": name, "reasons": list(reasons)} for name, reasons in row.rejected],
+            }
+            for row in self.rows
+        ]
+        return {"layer": layer, "page_size": self.page_size, "rows": rows, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"target  {spell_target(self.target)}"
+        yield f"layer   {spell_layer(self.layer)}, page_size {self.page_size}"
+        for first, phases in _merged(self.rows):
+            yield ""
+            phase = f" ({', '.join(phases)})" if any(phases) else ""
+            yield f"{first.op}{phase}: {first.choice.kernel.name if first.choice else 'no kernel'} [{first.how}]"
+            for name, reasons in first.rejected:
+                yield f"    not {name}: {'; '.join(reasons)}"
+            if first.choice and first.choice.alternatives:
+                yield f"    also able: {', '.join(first.choice.alternatives)}"
+        if self.notes:
+            yield ""
+            yield from (f"note: {note}" for note in self.notes)
+
+
+def explain(
+    target: Target,
+    layer: Layer,
+    *,
+    page_size: int = 16,
+    kernels: Iterable[Kernel],
+    installed: Mapping[str, str | Package] | None = None,
+    requested: str | Mapping[str, str] | Request | None = None,
+    order: Mapping[str, Sequence[str]] | None = None,
+    cases: Iterable[Case] | None = None,
+    notes: Iterable[str] = (),
+) -> Explanation:
+    """The choice for each case, those that the layer's family needs when None; arguments as for `select`.
+
+    A forced choice that cannot serve is a row without a choice here, not an error.
+
+    Raises:
+        ValueError: a page size below 1, or a forced name that no kernel or provider has.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    every, request = tuple(kernels), parse_requested(requested)
+    packages = {} if installed is None else installed
+    ranking = vendor_order(target) if order is None else order
+    rows = []
+    for op, phase, needs in cases_of(layer, page_size) if cases is None else cases:
+        try:
+            choice = select(op, target, layer, needs, request, packages, every, ranking)
+        except UnsupportedError:
+            how, asked = survey(op, target, layer, needs, request, packages, every, ranking)
+            rows.append(Row(op, phase, needs, None, tuple((kernel.name, reasons) for kernel, reasons in asked), how))
+        else:
+            rows.append(Row(op, phase, needs, choice, choice.rejected, choice.how))
+    return Explanation(target, layer, page_size, tuple(rows), tuple(notes))
+
+
+def cases_of(layer: Layer, page_size: int, *, lse: bool = False, seq_len: int = 4096) -> tuple[Case, ...]:
+    """The operations that a layer's family needs, with a typical need of each phase.
+
+    >>> [f"{op} {phase}".strip() for op, phase, _ in cases_of(Layer.mla(num_heads=16), page_size=64)]
+    ['prefill', 'mla_decode decode', 'mla_decode verify', 'merge', 'cache_write', 'cache_gather']
+
+    Raises:
+        ValueError: a family that has no attention.
+    """
+    if layer.family not in ("gqa", "mla"):
+        raise ValueError(f"layer family is {layer.family!r}; it must be 'gqa' or 'mla'")
+
+    def paged(query_len: int) -> Needs:
+        return Needs(layer.causal, page_size, query_len, seq_len, lse)
+
+    prefill = Needs(layer.causal, None, seq_len, seq_len, lse)
+    pages = Needs(layer.causal, page_size)
+    over_cache: tuple[Case, ...]
+    if layer.family == "gqa":
+        over_cache = ((Op.PAGED, "decode", paged(1)), (Op.PAGED, "verify", paged(8)), (Op.PAGED, "extend", paged(64)))
+    else:
+        over_cache = ((Op.MLA_DECODE, "decode", paged(1)), (Op.MLA_DECODE, "verify", paged(8)))
+    return (
+        (Op.PREFILL, "", prefill),
+        *over_cache,
+        (Op.MERGE, "", pages),
+        (Op.CACHE_WRITE, "", pages),
+        (Op.CACHE_GATHER, "", pages),
+    )
+
+
+def unused_packages(named: Mapping[str, str], kernels: Iterable[Kernel]) -> tuple[str, ...]:
+    """A sentence for each package, name -> version, that no kernel requires.
+
+    >>> unused_packages({"fast-attention": "1.0"}, kernels=())
+    ('fast-attention 1.0: no kernel of this version of portable uses it',)
+    """
+    used = {canonicalize_name(name) for kernel in kernels for name, _ in kernel.caps.requires}
+    return tuple(
+        f"{name} {version}: no kernel of this version of portable uses it"
+        for name, version in named.items()
+        if canonicalize_name(name) not in used
+    )
+
+
+def spell_target(target: Target) -> str:
+    """A target in one line."""
+    units = f", {target.compute_units} compute units" if target.compute_units else ""
+    what = f"{target.vendor} {target.arch}{', emulated' if target.emulated else ''}"
+    return f"{what} ({target.product or target.name}{units}, fp8 {target.fp8 or 'none'})"
+
+
+def spell_layer(layer: Layer) -> str:
+    """What sets a layer apart, in one line.
+
+    >>> spell_layer(Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64, window=16, sinks=True))
+    'gqa, 8 heads on 2, head_dim 64, bfloat16, window (15, 0), sinks'
+    """
+    parts = [f"{layer.family}, {layer.num_heads} heads on {layer.num_kv_heads}, head_dim {layer.qk_head_dim}"]
+    parts += [f"v_head_dim {layer.v_head_dim}"] if layer.v_head_dim != layer.qk_head_dim else []
+    parts += [f"latent {layer.latent_dim}"] if layer.family == "mla" else []
+    parts += [short(layer.dtype)]
+    parts += [f"kv_dtype {short(layer.kv_dtype)}"] if layer.kv_dtype != layer.dtype else []
+    parts += [f"window {layer.window}"] if layer.window != (None, None) else []
+    parts += [f"softcap {layer.softcap:g}"] if layer.softcap is not None else []
+    parts += [name for name in ("sinks", "alibi", "batch_invariant") if getattr(layer, name)]
+    parts += [] if layer.causal else ["not causal"]
+    parts += [f"cache layout {layer.cache_layout}"] if layer.cache_layout != "strided" else []
+    return ", ".join(parts)
+
+
+def _merged(rows: tuple[Row, ...]) -> list[tuple[Row, list[str]]]:
+    """Rows of one operation with the same outcome, as the first of them and the phases of all."""
+    merged: dict[object, tuple[Row, list[str]]] = {}
+    for row in rows:
+        outcome = (row.op, row.how, row.rejected, row.choice and (row.choice.kernel, row.choice.alternatives))
+        merged.setdefault(outcome, (row, []))[1].append(row.phase)
+    return list(merged.values())

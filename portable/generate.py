@@ -1,0 +1,236 @@
+"""The engine of `portable generate`: a transformers decoder, continuous batching and a paged KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from portable.attention import Attention
+from portable.batch import Batch
+from portable.cache import allocate_cache
+from portable.kernel import KV
+from portable.layer import Layer, LayerTensors
+from portable.mha import MhaPlan
+from portable.model_attention import Call, answering
+from portable.schedule import Chunk, Request, Scheduler
+
+POOL_BYTES = 4 << 30  # the most that a pool takes when its size is left to us
+
+
+class Token(NamedTuple):
+    """One generated token, as it comes; `request.finish_reason` is set with its last."""
+
+    request: Request
+    id: int
+
+
+OnLogits = Callable[[list[Request], torch.Tensor], None]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a run of the engine took."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # computed: those of a preempted request count again
+    generated_tokens: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Greedy at temperature 0; else each request draws from its own generator, so that no other changes its text."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    _generators: dict[int, torch.Generator] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+        """The next token of each request, by logits [n, vocabulary]: one transfer to the host."""
+        if not self.temperature:
+            greedy: list[int] = logits.argmax(-1).tolist()
+            return greedy
+        chances = (logits.float() / self.temperature).softmax(-1)
+        drawn = [torch.multinomial(row, 1, generator=self._generator(request, row.device))
+                 for row, request in zip(chances, requests, strict=True)]  # fmt: skip
+        tokens: list[int] = torch.cat(drawn).tolist()
+        return tokens
+
+    def _generator(self, request: Request, device: torch.device) -> torch.Generator:
+        if request.index not in self._generators:
+            self._generators[request.index] = torch.Generator(device).manual_seed(self.seed + request.index)
+        return self._generators[request.index]
+
+
+class Engine:
+    """A model, its pages, and one `Attention` for each kind of layer.
+
+    Args:
+        model: loaded by `portable.models.load_model`.
+        layers: what `discover_layers` found in it.
+        num_pages, page_size: of the pool that all layers share the numbering of; each layer has its own tensors.
+        prefill_chunk: prompt tokens per step.
+        max_reqs: requests that run at once.
+        max_seq_len: the longest sequence, prompt and answer.
+        device: as for `Attention`; None for the model's.
+        backend: as for `Attention`.
+
+    Raises:
+        ValueError, UnsupportedError: a size below 1, an unknown backend, or a layer that no kernel serves.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[Layer],
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        prefill_chunk: int = 512,
+        max_reqs: int = 64,
+        max_seq_len: int = 131072,
+        stop_ids: Iterable[int] = (),
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.model = model
+        self.device: torch.device = model.device
+        self.layers = tuple(layers)
+        self.scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            max_reqs=max_reqs,
+            stop_ids=frozenset(stop_ids),
+        )
+        self.attentions = {
+            layer: Attention(
+                layer,
+                page_size=page_size,
+                device=self.device if device is None else device,
+                max_reqs=max_reqs,
+                max_tokens=prefill_chunk + max_reqs,
+                max_seq_len=max_seq_len,
+                backend=backend,
+            )
+            for layer in dict.fromkeys(self.layers)
+        }
+        self.caches = [allocate_cache(layer, num_pages, page_size, self.device) for layer in self.layers]
+        self.stats = Stats()
+
+    def generate(
+        self, requests: Iterable[Request], sampling: Sampling | None = None, on_logits: OnLogits | None = None
+    ) -> Generator[Token, None, None]:
+        """Run requests to their ends, and give each token as it is sampled.
+
+        Closing the iterator, or an exception in it, ends the others where they are, as "interrupted"; all pages are
+        free afterwards.
+
+        Args:
+            on_logits: sees each step's requests that sample, with their logits [n, vocabulary].
+
+        Raises:
+            ValueError: a request can never fit the pool; nothing has run then.
+        """
+        scheduler, sampling = self.scheduler, sampling or Sampling()
+        self.stats = Stats()
+        before, start = scheduler.preemptions, time.perf_counter()
+        try:
+            for request in requests:
+                scheduler.add(request)
+            while chunks := scheduler.step():
+                sampled = self._compute(chunks, sampling, on_logits)
+                scheduler.commit(chunks, (token.id for token in sampled))
+                self._count(chunks, sampled, time.perf_counter() - start)
+                yield from sampled
+        finally:
+            scheduler.interrupt()
+            self.stats.seconds = time.perf_counter() - start
+            self.stats.preemptions = scheduler.preemptions - before
+
+    def _count(self, chunks: list[Chunk], sampled: list[Token], seconds: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.generated_tokens += len(sampled)
+        stats.prompt_tokens += sum(chunk.length for chunk in chunks if chunk.length > 1 or not chunk.start)
+        if sampled and stats.first_token_seconds is None:
+            stats.first_token_seconds = seconds
+
+    @torch.inference_mode()
+    def _compute(self, chunks: list[Chunk], sampling: Sampling, on_logits: OnLogits | None) -> list[Token]:
+        """One packed forward of the model."""
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.length
+            ids += chunk.request.tokens[chunk.start : end]
+            positions += range(chunk.start, end)
+            if chunk.samples:
+                last.append(len(ids) - 1)
+        inputs = torch.tensor([ids, positions], device=self.device)
+        with answering(self._answer(self._plan(chunks))):
+            output = self.model(
+                input_ids=inputs[:1],
+                position_ids=inputs[1:],
+                use_cache=False,
+                logits_to_keep=torch.tensor(last, dtype=torch.long, device=self.device),
+            )
+        requests = [chunk.request for chunk in chunks if chunk.samples]
+        if not requests:
+            return []
+        logits = output.logits[0]
+        if on_logits is not None:
+            on_logits(requests, logits)
+        return [Token(request, id) for request, id in zip(requests, sampling(logits, requests), strict=True)]
+
+    def _plan(self, chunks: list[Chunk]) -> dict[Layer, MhaPlan]:
+        scheduler = self.scheduler
+        seq_lens = [chunk.start + chunk.length for chunk in chunks]
+        width = -(-max(seq_lens) // scheduler.page_size)
+        batch = Batch.from_lens(
+            query_lens=[chunk.length for chunk in chunks],
+            seq_lens=seq_lens,
+            block_table=scheduler.block_table[[chunk.request.row for chunk in chunks], :width],
+            page_size=scheduler.page_size,
+            device=self.device,
+        )
+        return {layer: attention.plan(batch) for layer, attention in self.attentions.items()}
+
+    def _answer(self, plans: dict[Layer, MhaPlan]) -> Callable[[Call], torch.Tensor]:
+        """The attention of this step: write the new tokens to their pages, then attend."""
+        bound: list[tuple[Attention, MhaPlan, KV]] = [
+            (self.attentions[layer], plans[layer], cache) for layer, cache in zip(self.layers, self.caches, strict=True)
+        ]
+
+        def answer(call: Call) -> torch.Tensor:
+            attention, plan, cache = bound[call.layer_idx]
+            tensors = LayerTensors(sinks=call.sinks)
+            attention.write(call.k, call.v, cache, plan, tensors)
+            return attention.run(call.q, cache, plan, k=call.k, v=call.v, tensors=tensors).out
+
+        return answer
+
+
+def enough_pages(
+    requests: Sequence[Request], layers: Sequence[Layer], page_size: int, max_bytes: int = POOL_BYTES
+) -> int:
+    """Pages that hold all requests at once, or as many as fit `max_bytes`, but enough for the largest request.
+
+    >>> layer = Layer.gqa(num_heads=2, head_dim=8, dtype=torch.float32)
+    >>> enough_pages([Request(0, [1] * 10, 7), Request(1, [1], 1)], [layer], page_size=4)
+    5
+    """
+    wanted = [-(-(len(r.prompt) + r.max_new_tokens - 1) // page_size) for r in requests]
+    widths = (layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * layer.kv_dtype.itemsize for layer in layers)
+    return max(max(wanted), min(sum(wanted), max_bytes // (page_size * sum(widths))))

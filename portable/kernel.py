@@ -1,0 +1,367 @@
+"""What a kernel declares, what it is asked, and the reasons for which it refuses.
+
+A backend is a tuple `KERNELS` of `Kernel` values. How `run` is called depends on the operation:
+
+    PREFILL, PAGED  run(q, kv, segment, layer, tensors, out, lse)    kv: contiguous K/V, or the pages
+    MLA_DECODE      run(q, kv, segment, layer, tensors, out, lse)    q [T, H, rank + rope], kv.k the latent pages
+    MERGE           run(out_a, lse_a, out_b, lse_b, sinks, out, lse)
+    CACHE_WRITE     run(k, v, kv, slot_mapping, layer, tensors)
+    CACHE_GATHER    run(kv, segment, layer, tensors) -> KV           packed [Tk, Hkv, D] in the layer's dtype
+
+`out` [T, H, Dv] and `lse` [H, T] f32 (or None) are written in place and may be strided views; nothing is returned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable.layer import Layer
+
+if TYPE_CHECKING:
+    from portable.platform.target import Target
+
+
+class Op(str, Enum):
+    """What `select` chooses a kernel for."""
+
+    PREFILL = "prefill"  # contiguous K/V
+    PAGED = "paged"  # decode, extend and verify over the cache
+    MLA_DECODE = "mla_decode"
+    MERGE = "merge"
+    CACHE_WRITE = "cache_write"
+    CACHE_GATHER = "cache_gather"
+    CACHE_COPY = "cache_copy"
+    CONV1D = "conv1d"
+    SSD = "ssd"
+    STATE_UPDATE = "state_update"
+    STATE_COPY = "state_copy"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ATTENTION = frozenset({Op.PREFILL, Op.PAGED, Op.MLA_DECODE})
+PAGES = frozenset({Op.PAGED, Op.MLA_DECODE, Op.CACHE_WRITE, Op.CACHE_GATHER, Op.CACHE_COPY})
+FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "noncausal", "lse", "batch_invariant"})
+
+
+class GraphLevel(IntEnum):
+    """Which batches a kernel may be captured for; a group of layers has the least of its kernels."""
+
+    NEVER = 0
+    SINGLE = 1  # one query token per request
+    UNIFORM = 2  # the same number of query tokens per request
+    VARLEN = 3  # any up to a limit
+    ALWAYS = 4
+
+
+class KV(NamedTuple):
+    """Keys and values: contiguous [Tk, Hkv, D], or the pages of a cache; for MLA `v` is None."""
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+
+
+class AttnOut(NamedTuple):
+    """out [T, H, Dv] in the layer's dtype; lse [H, T] float32, natural log, or None."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LseForm:
+    """How a vendor callable returns its LSE; our own kernels follow the contract and keep the defaults."""
+
+    layout: str = "ht"  # "ht" [H, T], "th" [T, H], "bhs" [B, H, max query length]
+    base: str = "e"  # or "2"
+    empty: str = "-inf"  # what a row without keys holds: "-inf", "+inf", "0" or "nan"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("layout", self.layout, ("ht", "th", "bhs")),
+            ("base", self.base, ("e", "2")),
+            ("empty", self.empty, ("-inf", "+inf", "0", "nan")),
+        ):
+            if value not in known:
+                raise ValueError(f"LseForm {name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A set of integers as data: multiples of a number within bounds, or a list.
+
+    >>> 80 in multiple_of(8, up_to=256), multiple_of(16).why_not("page_size", 24)
+    (True, 'page_size 24 is not a multiple of 16')
+    """
+
+    multiple: int = 1
+    least: int = 1
+    most: int | None = None
+    only: frozenset[int] | None = None
+
+    def why_not(self, name: str, value: int) -> str | None:
+        """The sentence that refuses `value`, or None."""
+        if self.only is not None:
+            if value in self.only:
+                return None
+            listed = ", ".join(map(str, sorted(self.only))) or "nothing: the kernel declares no size"
+            return f"{name} {value} is not one of {listed}"
+        if value % self.multiple:
+            return f"{name} {value} is not a multiple of {self.multiple}"
+        if value < self.least:
+            return f"{name} {value} is below {self.least}"
+        if self.most is not None and value > self.most:
+            return f"{name} {value} is above {self.most}"
+        return None
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and self.why_not("", value) is None
+
+
+def multiple_of(multiple: int, *, up_to: int | None = None, at_least: int = 1) -> Sizes:
+    """Multiples of a number within bounds."""
+    return Sizes(multiple=multiple, least=at_least, most=up_to)
+
+
+def one_of(*values: int) -> Sizes:
+    """Exactly these sizes."""
+    return Sizes(only=frozenset(values))
+
+
+ANY_SIZE = Sizes()
+NO_SIZE = Sizes(only=frozenset())
+
+
+class _Any:
+    """Contains everything: for `vendors`, `archs` and `dtypes` of code that is plain PyTorch."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+ANY = _Any()
+
+
+@dataclass(frozen=True, slots=True)
+class Archs:
+    """A numbered architecture and those after it, of the same prefix."""
+
+    floor: str
+
+    def __contains__(self, arch: object) -> bool:
+        floor, other = re.fullmatch(r"(\D+)(\d+)", self.floor), re.fullmatch(r"(\D+)(\d+)", str(arch))
+        return bool(floor and other and floor[1] == other[1] and int(other[2]) >= int(floor[2]))
+
+    def __repr__(self) -> str:
+        return f"{self.floor} or newer"
+
+
+def from_arch(floor: str) -> Archs:
+    """The architectures of a vendor that numbers them by capability, from one on.
+
+    >>> "toy90" in from_arch("toy80"), "other942" in from_arch("toy80"), from_arch("toy80")
+    (True, False, toy80 or newer)
+    """
+    return Archs(floor)
+
+
+class Requires(NamedTuple):
+    """A package that a kernel needs, by its distribution name, and the versions that will do."""
+
+    package: str
+    versions: str = ""  # a PEP 440 specifier set, ">=2.6,<3"; empty = any
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a segment asks beyond the layer. Lengths are buckets: powers of two that hold the segment's.
+
+    >>> Needs(page_size=16, query_len=1, seq_len=4096).causal
+    True
+    """
+
+    causal: bool = True
+    page_size: int | None = None  # tokens per page; None for contiguous K/V
+    query_len: int = 1
+    seq_len: int = 1
+    lse: bool = False
+    graph: GraphLevel = GraphLevel.NEVER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The part of a plan that one kernel serves in one call: consecutive requests of the batch.
+
+    Host twins serve kernels whose loop is on the host; they are None for lengths known to the device only.
+    """
+
+    kernel: Kernel
+    requests: slice  # rows of the batch
+    tokens: slice  # query tokens of the batch
+    cu_seqlens_q: torch.Tensor  # [n + 1] i32, starts at 0
+    seq_lens: torch.Tensor  # [n] i32, context + new
+    block_table: torch.Tensor | None  # [n, W] i32
+    page_size: int
+    causal: bool | torch.Tensor  # or [n] bool
+    max_query_len: int
+    max_seq_len: int
+    host_query_lens: npt.NDArray[np.int32]  # [n]
+    host_seq_lens: npt.NDArray[np.int32]  # [n]; upper bounds where `exact` is False
+    exact: bool = True
+    prepared: Any = None  # what the kernel's `prepare` made once for this step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelCaps:
+    """What a kernel can do. Everything defaults to *not supported*."""
+
+    op: Op
+    name: str
+    provider: str
+    vendors: Container[str] = frozenset()
+    archs: Container[str] = frozenset()
+    emulated: bool = False  # runs where device code is interpreted on CPU tensors
+    requires: tuple[Requires, ...] = ()
+    dtypes: Container[torch.dtype] = frozenset()
+    kv_dtypes: Container[torch.dtype] = frozenset()  # beyond the layer's own dtype
+    head_dims: Sizes = NO_SIZE  # of q and k
+    v_head_dims: Sizes | None = None  # None: as head_dims
+    equal_value_dim: bool = False  # V must be as wide as K
+    gqa_ratios: Sizes = NO_SIZE
+    query_lens: Sizes = ANY_SIZE  # per request
+    page_sizes: Sizes = NO_SIZE
+    page_form: str = "table"  # or "csr"
+    cache_layouts: Collection[str] = ("strided",)
+    features: frozenset[str] = frozenset()
+    lse: LseForm = LseForm()
+    graph: GraphLevel = GraphLevel.NEVER
+    pad_slot: int = -1  # what a padded row holds in slot_mapping and state_indices
+    padded_seq_len: int = 0  # what a padded row holds in seq_lens
+    max_block_id: int | None = None
+    max_seq_len: int | None = None
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)  # of |error| beside a float64 oracle
+    # keyword arguments of Layer.gqa or Layer.mla that the contract test adds to its own
+    test_shapes: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := self.features - FEATURES:
+            raise ValueError(f"{self.name}: features {sorted(unknown)} are not among {sorted(FEATURES)}")
+        if self.page_form not in ("table", "csr"):
+            raise ValueError(f"{self.name}: page_form is {self.page_form!r}; it must be 'table' or 'csr'")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A kernel is its caps and its function."""
+
+    caps: KernelCaps
+    run: Callable[..., Any]
+    prepare: Callable[[Segment, Layer], Any] | None = None  # once per step and segment, on the host: no device sync
+
+    @property
+    def name(self) -> str:
+        return self.caps.name
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.caps.name})"
+
+    def why_not_on(self, target: Target) -> tuple[str, ...]:
+        """Every reason for which this kernel cannot run on a device, whatever the layer."""
+        caps, reasons = self.caps, []
+        if target.vendor not in caps.vendors:
+            reasons.append(f"vendor {target.vendor!r} is not {listed(caps.vendors)}")
+        elif target.arch not in caps.archs:
+            reasons.append(f"arch {target.arch!r} is not {listed(caps.archs)}")
+        if target.emulated and not caps.emulated:
+            reasons.append("it does not run on an emulated device")
+        return tuple(reasons)
+
+    def why_not(self, target: Target, layer: Layer, needs: Needs) -> tuple[str, ...]:
+        """Every reason for which this kernel cannot serve; empty when it can."""
+        caps, reasons = self.caps, list(self.why_not_on(target))
+
+        def ask(refused: bool | str | None, reason: str = "") -> None:
+            if refused:
+                reasons.append(refused if isinstance(refused, str) else reason)
+
+        ask(layer.dtype not in caps.dtypes, f"dtype {short(layer.dtype)} is not {listed(caps.dtypes)}")
+        qk_dim, v_dim = head_dims(caps.op, layer)
+        ask(caps.head_dims.why_not("head_dim", qk_dim))
+        if v_dim != qk_dim or caps.v_head_dims is not None:
+            ask((caps.v_head_dims or caps.head_dims).why_not("v_head_dim", v_dim))
+        ask(caps.equal_value_dim and v_dim != qk_dim, f"v_head_dim {v_dim} differs from head_dim {qk_dim}")
+        if caps.op in PAGES:
+            self._ask_pages(layer, needs, ask)
+        if caps.op in ATTENTION:
+            self._ask_attention(layer, needs, ask)
+        if needs.graph > caps.graph:
+            ask(True, f"graph level {needs.graph.name} is above {caps.graph.name}")
+        return tuple(reasons)
+
+    def _ask_pages(self, layer: Layer, needs: Needs, ask: Callable[..., None]) -> None:
+        caps = self.caps
+        ask(
+            layer.kv_dtype != layer.dtype and layer.kv_dtype not in caps.kv_dtypes,
+            f"kv_dtype {short(layer.kv_dtype)} is not {listed(caps.kv_dtypes)}",
+        )
+        ask(
+            layer.cache_layout not in caps.cache_layouts,
+            f"cache layout {layer.cache_layout!r} is not {listed(caps.cache_layouts)}",
+        )
+        if needs.page_size is not None:
+            ask(caps.page_sizes.why_not("page_size", needs.page_size))
+
+    def _ask_attention(self, layer: Layer, needs: Needs, ask: Callable[..., None]) -> None:
+        caps = self.caps
+        ratio = layer.num_heads if caps.op is Op.MLA_DECODE else layer.group
+        ask(caps.gqa_ratios.why_not("GQA ratio", ratio))
+        ask(caps.query_lens.why_not("query length", needs.query_len))
+        if caps.max_seq_len is not None:
+            ask(needs.seq_len > caps.max_seq_len, f"sequence length {needs.seq_len} is above {caps.max_seq_len}")
+        wanted = {
+            "window": layer.window != (None, None),
+            "softcap": layer.softcap is not None,
+            "sinks": layer.sinks,
+            "alibi": layer.alibi,
+            "noncausal": not (needs.causal and layer.causal),
+            "lse": needs.lse,
+            "batch_invariant": layer.batch_invariant,
+        }
+        for feature, asked in wanted.items():
+            ask(asked and feature not in caps.features, f"{feature} is not supported")
+
+
+def head_dims(op: Op, layer: Layer) -> tuple[int, int]:
+    """(width of K, width of V) as `op` sees them: MLA's cache operations see the latent."""
+    if layer.family == "mla" and op in PAGES:
+        return layer.latent_dim, layer.kv_lora_rank
+    return layer.qk_head_dim, layer.v_head_dim
+
+
+def short(dtype: torch.dtype) -> str:
+    """The name of a dtype as people write it.
+
+    >>> short(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def listed(values: object) -> str:
+    """How a refusal names the set that a value is not in."""
+    if not isinstance(values, Collection):
+        return repr(values)
+    names = sorted(short(v) if isinstance(v, torch.dtype) else str(v) for v in values)
+    return f"one of {', '.join(names)}" if names else "supported: the kernel declares none"

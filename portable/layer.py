@@ -1,0 +1,235 @@
+"""What every request of a layer has in common: hashable facts, and the tensors that differ from layer to layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Family = Literal["gqa", "mla", "mamba2"]
+Window = tuple[int | None, int | None]  # (left, right) keys beside the diagonal, inclusive; None = open
+CACHE_LAYOUTS = ("strided", "k_packed", "shuffled")
+
+
+class UnsupportedError(ValueError):
+    """No kernel can do what was asked; the message holds every reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The facts of an attention (or state-space) layer that choose its kernels.
+
+    Build one with `Layer.gqa`, `Layer.mla` or `Layer.mamba2`.
+
+    >>> layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    >>> layer.group, layer.v_head_dim, round(layer.scale, 4)
+    (4, 128, 0.0884)
+    """
+
+    family: Family
+    num_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    scale: float  # multiplies q @ k, before softcap, mask and sink
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # what the cache stores; an fp8 type takes the scales of LayerTensors
+    window: Window = (None, None)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: bool = False  # one more logit per head, with value 0
+    alibi: bool = False  # a slope per head times the distance to the key
+    chunk: int | None = None  # local attention: keys of the query's own chunk only; Mamba: SSD chunk
+    causal: bool = True
+    cache_layout: str = "strided"
+    kv_lora_rank: int = 0  # MLA: width of the latent; 0 elsewhere
+    qk_rope_head_dim: int = 0  # MLA: width of the part that carries positions
+    state_dim: int = 0  # Mamba: N
+    conv_width: int = 0  # Mamba: taps of the causal convolution
+    num_groups: int = 0  # Mamba: groups that share B and C
+    batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale is {self.scale}; it must be finite and above 0 (1/sqrt(head_dim) is usual)")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}; it must be finite and above 0, or None for no cap")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype is {self.dtype}; it must be a floating-point type")
+        if not self.kv_dtype.is_floating_point:
+            raise ValueError(f"kv_dtype is {self.kv_dtype}; it must be a floating-point type, fp8 included")
+        for side, width in zip(("left", "right"), self.window, strict=True):
+            if width is not None and width < 0:
+                raise ValueError(
+                    f"window {side} is {width}; it counts keys beside the diagonal, so it is 0 or more, "
+                    "or None for an open side"
+                )
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}; it must be at least 1, or None for no chunks")
+        if self.cache_layout not in CACHE_LAYOUTS:
+            raise ValueError(f"cache_layout is {self.cache_layout!r}; it must be one of {', '.join(CACHE_LAYOUTS)}")
+
+    @classmethod
+    def gqa(
+        cls,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        v_head_dim: int | None = None,
+        scale: float | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        window: Window | int = (None, None),
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        chunk: int | None = None,
+        causal: bool = True,
+        cache_layout: str = "strided",
+        batch_invariant: bool = False,
+    ) -> Layer:
+        """Multi-head, grouped-query or multi-query attention.
+
+        `window` as an int is a model's "sliding window W": the token itself and the W - 1 before it.
+
+        >>> Layer.gqa(num_heads=8, head_dim=64, window=4).window
+        (3, 0)
+        """
+        if isinstance(window, int):
+            if window < 1:
+                raise ValueError(f"window is {window}; a sliding window counts the token itself, so it is at least 1")
+            window = (window - 1, 0)
+        return cls(
+            family="gqa",
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            qk_head_dim=head_dim,
+            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            scale=default_scale(head_dim) if scale is None else scale,
+            dtype=dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            chunk=chunk,
+            causal=causal,
+            cache_layout=cache_layout,
+            batch_invariant=batch_invariant,
+        )
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        num_heads: int,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        scale: float | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
+    ) -> Layer:
+        """DeepSeek's multi-head latent attention; the default widths are those of DeepSeek-V2 and V3.
+
+        The scale is that of the up-projected heads, 1/sqrt(192) for the default, in both algorithms.
+
+        >>> layer = Layer.mla(num_heads=16)
+        >>> layer.qk_head_dim, layer.v_head_dim, layer.latent_dim
+        (192, 128, 576)
+        """
+        for name, value in (("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        return cls(
+            family="mla",
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            qk_head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            scale=default_scale(head_dim) if scale is None else scale,
+            dtype=dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            batch_invariant=batch_invariant,
+        )
+
+    @classmethod
+    def mamba2(
+        cls,
+        *,
+        num_heads: int,
+        head_dim: int = 64,
+        state_dim: int = 128,
+        conv_width: int = 4,
+        num_groups: int = 1,
+        chunk: int = 256,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> Layer:
+        """A Mamba-2 (SSD) layer; its cache holds states of `state_dtype`.
+
+        >>> Layer.mamba2(num_heads=80).chunk
+        256
+        """
+        return cls(
+            family="mamba2",
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            qk_head_dim=head_dim,
+            v_head_dim=head_dim,
+            scale=1.0,
+            dtype=dtype,
+            kv_dtype=state_dtype,
+            chunk=chunk,
+            state_dim=state_dim,
+            conv_width=conv_width,
+            num_groups=num_groups,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def latent_dim(self) -> int:
+        """MLA: width of a cache row, the latent and the rope part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class LayerTensors(NamedTuple):
+    """What differs from layer to layer at run time; every field may be None.
+
+    >>> LayerTensors().sinks is None
+    True
+    """
+
+    sinks: torch.Tensor | None = None  # [H], natural-log units, not scaled
+    alibi: torch.Tensor | None = None  # [H] f32 slopes
+    k_scale: torch.Tensor | None = None  # scalar or [Hkv] f32; stored value = byte x scale
+    v_scale: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+
+
+def default_scale(head_dim: int) -> float:
+    """1/sqrt(head_dim).
+
+    >>> default_scale(64)
+    0.125
+    """
+    if head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim}; it must be at least 1")
+    return 1.0 / math.sqrt(head_dim)

@@ -1,0 +1,88 @@
+"""The plan of multi-head and grouped-query attention: which kernel serves which requests of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from portable.batch import Batch
+from portable.kernel import Kernel, Needs, Op, Segment
+from portable.layer import Layer
+from portable.order import is_ordered, split
+from portable.ragged import next_power_of_2
+
+Choose = Callable[[Op, Needs], Kernel]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MhaPlan:
+    """What `Attention.run` executes for one step. It lives until the next plan on its slot."""
+
+    batch: Batch
+    segments: tuple[Segment, ...]
+    write: Kernel | None  # scatters the new tokens; None for a batch without a cache
+    handle: int  # the slot, as the registered ops know it
+
+
+def plan_segments(batch: Batch, layer: Layer, choose: Choose, *, contiguous: bool, lse: bool) -> tuple[Segment, ...]:
+    """One segment per region of the batch, each with the kernel that `choose` gives for its bucket.
+
+    First chunks attend to the contiguous K/V of the step when the caller has them (`contiguous`), all else to the
+    pages. A batch whose requests are in another order is right too, as a single segment over the pages.
+    """
+    return tuple(
+        _segment(batch, layer, choose, requests, op, lse)
+        for requests, op in _regions(batch, contiguous)
+        if batch.host_cu_seqlens_q[requests.stop] > batch.host_cu_seqlens_q[requests.start]
+    )
+
+
+def _regions(batch: Batch, contiguous: bool) -> Iterator[tuple[slice, Op]]:
+    if batch.block_table is None:
+        yield slice(0, batch.num_reqs), Op.PREFILL  # padding has no keys in contiguous K/V, whatever its length
+        return
+    kind = batch.kinds()
+    if not is_ordered(kind):
+        yield slice(0, batch.padded_reqs), Op.PAGED
+        return
+    regions = split(kind, batch.host_cu_seqlens_q)
+    yield regions.decodes.requests, Op.PAGED
+    yield regions.extends.requests, Op.PAGED
+    first = regions.prefills.requests
+    whole = (batch.query_lens[first] == batch.host_seq_lens[first]).all()  # a row without new tokens may have a context
+    yield first, Op.PREFILL if contiguous and whole else Op.PAGED
+
+
+def _segment(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op, lse: bool) -> Segment:
+    cu = batch.host_cu_seqlens_q
+    tokens = slice(int(cu[requests.start]), int(cu[requests.stop]))
+    query_lens, seq_lens = batch.query_lens[requests], batch.host_seq_lens[requests]
+    max_query_len, max_seq_len = int(query_lens.max()), int(seq_lens.max())
+    causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
+    kernel = choose(
+        op,
+        Needs(
+            causal=layer.causal and causal is True,
+            page_size=batch.page_size if op is Op.PAGED else None,
+            query_len=next_power_of_2(max_query_len),
+            seq_len=next_power_of_2(max_seq_len),
+            lse=lse,
+        ),
+    )
+    cu_seqlens_q = batch.cu_seqlens_q[requests.start : requests.stop + 1]
+    segment = Segment(
+        kernel=kernel,
+        requests=requests,
+        tokens=tokens,
+        cu_seqlens_q=cu_seqlens_q - tokens.start if tokens.start else cu_seqlens_q,
+        seq_lens=batch.seq_lens[requests],
+        block_table=batch.block_table[requests] if op is Op.PAGED and batch.block_table is not None else None,
+        page_size=batch.page_size,
+        causal=causal if layer.causal else False,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        host_query_lens=query_lens,
+        host_seq_lens=seq_lens,
+        exact=batch.exact,
+    )
+    return segment if kernel.prepare is None else replace(segment, prepared=kernel.prepare(segment, layer))

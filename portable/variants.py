@@ -1,0 +1,359 @@
+"""Ways of asking for attention, as pure functions from a step to a step; they compose, and no planner knows of them.
+
+`tree` and `prefix` give `Parts`: steps over the same query tokens, whose outputs are merged by their LSE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable.batch import Batch, View
+from portable.layer import UnsupportedError
+from portable.lengths import Int32, as_lens, check_lens, check_table
+from portable.paging import PAD_SLOT, slot_mapping
+from portable.parts import Parts, prefix, prefix_pays, tree
+from portable.ragged import IntArray, cdiv, cu_from_lens, ragged_arange
+from portable.upload import upload
+
+__all__ = [
+    "Parts",
+    "cross",
+    "dead_pages",
+    "draft",
+    "encoder",
+    "local",
+    "local_capacity",
+    "prefix",
+    "prefix_pays",
+    "shard",
+    "shard_lens",
+    "tree",
+    "trim",
+    "verify",
+]
+
+
+def local(batch: Batch, chunk: int) -> Batch:
+    """Chunked attention (Llama 4): a query sees the keys of its own chunk of positions, up to itself.
+
+    Each chunk that a request's queries touch becomes a request of its own, in order of tokens, over that chunk's
+    pages. The tokens and their slots stay as they are. `Batch.with_group` regathers the pages for another KV group.
+
+    Raises:
+        ValueError: chunk below 1, or lengths that are bounds.
+        UnsupportedError: pages that do not divide the chunk, or contiguous K/V with a context.
+
+    >>> batch = Batch.from_lens([4, 10, 5], [6, 17, 9], block_table=np.arange(27).reshape(3, 9), page_size=2)
+    >>> virtual = local(batch, chunk=4)
+    >>> virtual.query_lens.tolist(), virtual.host_seq_lens.tolist()
+    ([2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1])
+    >>> virtual.host_cu_seqlens_q.tolist()
+    [0, 2, 4, 5, 9, 13, 14, 18, 19]
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1")
+    batch.needs_exact("local attention")
+    if batch.block_table is not None and chunk % batch.page_size:
+        raise UnsupportedError(
+            f"chunk {chunk} is not a multiple of page_size {batch.page_size}; a chunk inside a page has no table of its own"
+        )
+    context, seq_lens = batch.context_lens, batch.host_seq_lens
+    if batch.block_table is None and context.any():
+        raise UnsupportedError(
+            f"local attention over contiguous K/V takes no context; row {int(context.argmax())} has one"
+        )
+    first = context // chunk
+    touched = np.where(batch.query_lens > 0, (seq_lens - 1) // chunk - first + 1, 0)
+    row, place = ragged_arange(touched)
+    start = (first[row] + place) * chunk
+    end = np.minimum(start + chunk, seq_lens[row])
+    query_lens = (end - np.maximum(context[row], start)).astype(np.int32)
+    lens = (end - start).astype(np.int32)
+    cu = cu_from_lens(query_lens)
+    table, view = batch.block_table, None
+    causal: bool | torch.Tensor = batch.causal
+    if table is None and isinstance(causal, bool):
+        cu_device, lens_device = upload((cu, lens), batch.device)
+    else:
+        width = max(1, chunk // batch.page_size)
+        cu_device, lens_device, row_device, page = upload(
+            (cu, lens, row.astype(np.int64), start // batch.page_size), batch.device
+        )
+        if table is not None:
+            view = View(rows=row.astype(np.int64), first_page=(start // batch.page_size).astype(np.int64), width=width)
+            table = view.pick(table, row_device, page)
+        if isinstance(causal, torch.Tensor):
+            causal = causal[row_device]
+    return replace(
+        batch,
+        cu_seqlens_q=cu_device,
+        seq_lens=lens_device,
+        block_table=table,
+        causal=causal,
+        query_lens=query_lens,
+        host_cu_seqlens_q=cu,
+        host_seq_lens=lens,
+        is_prefilling=None if batch.is_prefilling is None else batch.is_prefilling[row],
+        num_reqs=row.size,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(lens.max(initial=0)),
+        view=view if batch.view is None or view is None else batch.view.then(view),
+    )
+
+
+def local_capacity(num_reqs: int, num_tokens: int, chunk: int) -> int:
+    """The most requests that `local` makes of a step of this size: what a captured graph must hold.
+
+    A request of q tokens touches at most 1 + ceil((q - 1) / chunk) chunks: its first token may end one. The worst step
+    gives each request one token, then a second to as many as there are tokens for, then chunk more for each further.
+
+    >>> local_capacity(3, 19, 4), local_capacity(2, 2, 4)
+    (9, 2)
+    """
+    reqs = min(num_reqs, num_tokens)
+    beyond = num_tokens - reqs
+    seconds = min(reqs, beyond)
+    return reqs + seconds + (beyond - seconds) // chunk if reqs else 0
+
+
+def cross(batch: Batch, encoder_lens: IntArray, block_table: torch.Tensor, page_size: int | None = None) -> Batch:
+    """Encoder-decoder attention: the step's queries over each request's encoder tokens, all of them, whatever the step.
+
+    Args:
+        encoder_lens: [B] tokens of each request's encoder; 0 gives 0.
+        block_table: [B, W] int32, the pages of the encoder's K/V.
+        page_size: of those pages; None for the step's.
+
+    The step writes nothing: `encoder` makes the one that does.
+
+    >>> step = Batch.from_lens([1, 1], [4, 2], block_table=[[5], [6]], page_size=16)
+    >>> crossed = cross(step, np.array([3, 0]), torch.tensor([[0], [1]], dtype=torch.int32))
+    >>> crossed.host_seq_lens.tolist(), crossed.causal, crossed.slot_mapping is None
+    ([3, 0], False, True)
+    """
+    page_size = batch.page_size if page_size is None else page_size
+    lens = as_lens("encoder_lens", encoder_lens)
+    if lens.size != batch.padded_reqs:
+        raise ValueError(f"encoder_lens has {lens.size} rows; the step has {batch.padded_reqs}")
+    check_table(block_table, batch.query_lens, lens, page_size)
+    (lens_device,) = upload((lens,), batch.device)
+    return replace(
+        batch,
+        seq_lens=lens_device,
+        block_table=block_table,
+        slot_mapping=None,
+        page_size=page_size,
+        causal=False,
+        host_seq_lens=lens,
+        exact=True,
+        max_seq_len=int(lens.max(initial=0)),
+        self_attention=False,
+        view=None,
+    )
+
+
+def encoder(encoder_lens: IntArray, block_table: torch.Tensor, page_size: int, first: npt.NDArray[np.bool_]) -> Batch:
+    """The step that writes (and may run, both ways) the encoder tokens of the requests that are new: each just once.
+
+    Args:
+        encoder_lens: [B]; block_table: [B, W], as for `cross`.
+        first: [B] bool, requests whose encoder runs in this step; of the others nothing is written.
+
+    >>> encoder(np.array([2, 3]), torch.tensor([[4], [7]]), 4, first=np.array([False, True])).slot_mapping.tolist()
+    [28, 29, 30]
+    """
+    lens = as_lens("encoder_lens", encoder_lens)
+    if first.shape != lens.shape:
+        raise ValueError(f"first has shape {list(first.shape)}; it must be [{lens.size}], one per request")
+    new = np.where(first, lens, 0)
+    return Batch.from_lens(new, new, block_table=block_table, page_size=page_size, causal=False)
+
+
+def draft(batch: Batch, step: int) -> Batch:
+    """Step `step` (from 0) of a drafter behind a step: one new token per live request, `step + 1` behind its length.
+
+    Raises:
+        ValueError: step below 0, or a block table too narrow for the drafted tokens.
+
+    >>> batch = Batch.from_lens([1], [7], block_table=[[4, 2, 9]], page_size=4)
+    >>> [(d.host_seq_lens.tolist(), d.slot_mapping.tolist()) for d in (draft(batch, 0), draft(batch, 1))]
+    [([8], [11]), ([9], [36])]
+    """
+    if step < 0:
+        raise ValueError(f"step is {step}; the first draft step is 0")
+    live = (batch.query_lens > 0).astype(np.int32)
+    return _grown(batch, live, live * np.int32(step + 1))
+
+
+def verify(batch: Batch, num_draft: int | IntArray) -> Batch:
+    """The drafted tokens behind a step, verified together: `num_draft` new tokens, for all live requests or each.
+
+    Raises:
+        ValueError: fewer than 0 tokens, or a block table too narrow for them.
+
+    >>> batch = Batch.from_lens([1, 1], [7, 3], block_table=[[4, 2, 9], [1, 5, 0]], page_size=4)
+    >>> verify(batch, np.array([2, 1])).slot_mapping.tolist()
+    [11, 36, 7]
+    """
+    added = as_lens("num_draft", np.broadcast_to(num_draft, batch.query_lens.shape))
+    added = np.where(batch.query_lens > 0, added, 0).astype(np.int32)
+    return _grown(batch, added, added)
+
+
+def _grown(batch: Batch, query_lens: Int32, added: Int32) -> Batch:
+    """Sequences longer by `added`, whose last `query_lens` tokens are the new ones; lengths may be bounds."""
+    if batch.view is not None:
+        raise UnsupportedError("drafting behind a derived step: derive from the draft step instead")
+    table, cu = batch.block_table, cu_from_lens(query_lens)
+    seq_lens = batch.host_seq_lens + added
+    check_lens(query_lens, seq_lens, batch.page_size)
+    requests, back = ragged_arange(query_lens)
+    cu_device, added_device, r, offset = upload((cu, added, requests, back - query_lens[requests]), batch.device)
+    lens_device = batch.seq_lens + added_device
+    slots, extra = None, batch.padded_tokens - batch.num_tokens
+    if table is not None:
+        check_table(table, query_lens, seq_lens, batch.page_size)
+        slots = slot_mapping(table, r, lens_device[r.long()] + offset, batch.page_size)
+        slots = torch.nn.functional.pad(slots, (0, extra), value=PAD_SLOT)
+    return replace(
+        batch,
+        cu_seqlens_q=cu_device,
+        seq_lens=lens_device,
+        slot_mapping=slots,
+        query_lens=query_lens,
+        host_cu_seqlens_q=cu,
+        host_seq_lens=seq_lens,
+        is_prefilling=None,
+        num_tokens=int(cu[-1]),
+        padded_tokens=int(cu[-1]) + extra,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(seq_lens.max(initial=0)),
+    )
+
+
+def shard_lens(lens: IntArray, world: int, rank: int, interleave: int = 1) -> npt.NDArray[np.int64]:
+    """How many of each sequence's tokens a rank holds, where blocks of `interleave` tokens go round the ranks.
+
+    >>> [shard_lens(np.array([5, 8]), world=2, rank=r, interleave=2).tolist() for r in (0, 1)]
+    [[3, 4], [2, 4]]
+    """
+    for name, value, least, below in (
+        ("world", world, 1, None),
+        ("rank", rank, 0, world),
+        ("interleave", interleave, 1, None),
+    ):
+        if value < least or (below is not None and value >= below):
+            limit = f"at least {least}" + ("" if below is None else f" and below {below}")
+            raise ValueError(f"{name} is {value}; it must be {limit}")
+    rounds, rest = np.divmod(np.asarray(lens, dtype=np.int64), world * interleave)
+    held: npt.NDArray[np.int64] = rounds * interleave + np.clip(rest - rank * interleave, 0, interleave)
+    return held
+
+
+def shard(batch: Batch, world: int, rank: int, block_table: torch.Tensor, page_size: int, interleave: int = 1) -> Batch:
+    """Context parallelism: the step's queries over the keys that one rank holds; the ranks' outputs merge by LSE.
+
+    Args:
+        batch: the whole step; it needs no block table.
+        block_table: [B, W] int32, this rank's pages, filled with this rank's tokens one behind the other.
+
+    A query token sees those of the rank's keys that are not behind it. With more than one new token, each becomes a
+    request of its own, since on a rank they do not see one key more each. Of the new tokens, the rank writes its own:
+    the slots of the others are -1.
+
+    >>> step = Batch.from_lens([1], [6])
+    >>> mine = shard(step, world=2, rank=1, block_table=torch.tensor([[7]], dtype=torch.int32), page_size=4)
+    >>> mine.host_seq_lens.tolist(), mine.slot_mapping.tolist()
+    ([3], [30])
+    """
+    batch.needs_exact("a shard")
+    if not batch.self_attention or batch.view is not None:
+        raise UnsupportedError(
+            "a shard is made of the step itself: shard first, or give the rank its own cross lengths"
+        )
+    whole = shard_lens(batch.host_seq_lens, world, rank, interleave).astype(np.int32)
+    check_table(block_table, batch.query_lens, whole, page_size)
+    requests, new = ragged_arange(batch.query_lens)
+    positions = (new + batch.context_lens[requests]).astype(np.int64)
+    local = shard_lens(positions, world, rank, interleave)  # this rank's tokens before each new one
+    mine = positions // interleave % world == rank
+    single = batch.max_query_len <= 1
+    if batch.causal is not True:
+        raise UnsupportedError("a shard of a step that is not causal throughout: its lengths would differ by token")
+    if single:
+        query_lens, lens = batch.query_lens, whole
+    else:
+        query_lens, lens = np.ones(len(requests), np.int32), (local + mine).astype(np.int32)
+    cu = cu_from_lens(query_lens)
+    rows, cu_device, lens_device, local_device, mine_device = upload((requests, cu, lens, local, mine), batch.device)
+    slots = slot_mapping(
+        block_table,
+        rows,
+        local_device.minimum(local_device.new_tensor(block_table.shape[1] * page_size - 1)),
+        page_size,
+    )
+    extra = batch.padded_tokens - batch.num_tokens
+    slots = torch.nn.functional.pad(slots.where(mine_device, PAD_SLOT), (0, extra), value=PAD_SLOT)
+    return replace(
+        batch,
+        cu_seqlens_q=cu_device,
+        seq_lens=lens_device,
+        block_table=block_table if single else block_table[rows.long()],
+        slot_mapping=slots,
+        page_size=page_size,
+        causal=False,
+        query_lens=query_lens,
+        host_cu_seqlens_q=cu,
+        host_seq_lens=lens,
+        is_prefilling=None,
+        num_reqs=batch.num_reqs if single else len(requests),
+        padded_tokens=len(requests) + extra,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(lens.max(initial=0)),
+        self_attention=False,
+    )
+
+
+def dead_pages(batch: Batch, left: int) -> npt.NDArray[np.int64]:
+    """[B] leading pages of each request that no query of this step or a later one can see in a window of `left`.
+
+    They may be freed or given to others: `trim` makes a step that does not name them.
+
+    >>> dead_pages(Batch.from_lens([1], [11], block_table=[[0, 1, 2]], page_size=4), left=3).tolist()
+    [1]
+    """
+    if left < 0:
+        raise ValueError(f"left is {left}; it counts keys before the query, so it is at least 0")
+    batch.needs_exact("the trimming of pages")
+    dead: npt.NDArray[np.int64] = np.maximum(0, batch.context_lens.astype(np.int64) - left) // batch.page_size
+    return dead
+
+
+def trim(batch: Batch, left: int) -> Batch:
+    """The step without the pages that a window of `left` keys has left behind: shorter sequences, the same results.
+
+    What a window, a causal mask or ALiBi sees depends on distances from the end alone, and these stay.
+
+    >>> step = trim(Batch.from_lens([1], [11], block_table=[[5, 6, 7]], page_size=4), left=3)
+    >>> step.host_seq_lens.tolist(), step.block_table[:, :2].tolist()
+    ([7], [[6, 7]])
+    """
+    dead = dead_pages(batch, left)
+    if batch.block_table is None:
+        raise ValueError("the step has no block_table, so there are no pages to trim")
+    lens = (batch.host_seq_lens - dead * batch.page_size).astype(np.int32)
+    longest = int(lens.max(initial=0))
+    view = View(rows=np.arange(dead.size), first_page=dead, width=max(1, cdiv(longest, batch.page_size)))
+    rows, first_page, lens_device = upload((view.rows, dead, lens), batch.device)
+    return replace(
+        batch,
+        seq_lens=lens_device,
+        block_table=view.pick(batch.block_table, rows, first_page),
+        host_seq_lens=lens,
+        max_seq_len=longest,
+        view=view if batch.view is None else batch.view.then(view),
+    )

@@ -1,0 +1,515 @@
+"""Each variant against the dense mask that defines it, over random batches in every mode and under padding."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masks import expected, seen, slot
+from strategies import cases
+
+from portable import Batch, UnsupportedError
+from portable.lengths import MAX_INT32
+from portable.order import PREFILL
+from portable.padding import pad, unpad
+from portable.parts import branch_layout
+from portable.variants import (
+    cross,
+    dead_pages,
+    draft,
+    encoder,
+    local,
+    local_capacity,
+    prefix,
+    prefix_pays,
+    shard,
+    shard_lens,
+    tree,
+    trim,
+    verify,
+)
+
+many = settings(max_examples=500)
+paddings = st.tuples(st.integers(0, 3), st.integers(0, 4))
+
+
+def slots(case):
+    return case.num_pages * case.page_size
+
+
+def padded(batch, extra):
+    return pad(batch, batch.padded_reqs + extra[0], batch.padded_tokens + extra[1])
+
+
+def check_dtypes(batch):
+    """The types that every builder promises."""
+    assert {batch.cu_seqlens_q.dtype, batch.seq_lens.dtype, batch.block_table.dtype} == {torch.int32}
+    assert batch.slot_mapping is None or batch.slot_mapping.dtype == torch.int64
+    assert {batch.query_lens.dtype, batch.host_seq_lens.dtype, batch.host_cu_seqlens_q.dtype} == {np.dtype(np.int32)}
+    assert len(batch.block_table) == len(batch.query_lens) == len(batch.seq_lens) == len(batch.cu_seqlens_q) - 1
+    assert batch.query_lens.sum() == batch.num_tokens <= batch.padded_tokens
+    assert batch.max_query_len == batch.query_lens.max(initial=0)
+    assert batch.max_seq_len == batch.host_seq_lens.max(initial=0)
+
+
+# local
+
+
+@many
+@given(cases(), st.integers(1, 6), paddings)
+def test_local_sees_exactly_the_chunk_mask(case, pages, extra):
+    chunk = pages * case.page_size
+    batch = case.batch()
+    found = local(padded(batch, extra), chunk)
+    check_dtypes(found)
+    assert np.array_equal(
+        seen(found, slots(case)), expected(batch, slots(case), lambda _, q, k: k <= q and k // chunk == q // chunk)
+    )
+    assert torch.equal(found.slot_mapping[: batch.num_tokens], batch.slot_mapping)
+    assert (found.query_lens > 0).all() and (found.host_seq_lens <= chunk).all()
+    assert found.num_reqs <= local_capacity(batch.num_reqs, batch.num_tokens, chunk)
+
+
+@given(st.integers(1, 6), st.integers(0, 30), st.integers(1, 9))
+def test_local_capacity_is_reached_and_never_exceeded(num_reqs, num_tokens, chunk):
+    bound = local_capacity(num_reqs, num_tokens, chunk)
+    # one token each, a second for as many as can, the rest to the first: each first token ends a chunk
+    reqs = min(num_reqs, num_tokens)
+    lens = np.ones(reqs, int)
+    spare = num_tokens - reqs
+    for i in range(min(reqs, spare)):
+        lens[i] += 1
+        spare -= 1
+    if reqs:
+        lens[0] += spare
+    worst = Batch.from_lens(lens, lens + chunk - 1, block_table=np.zeros((reqs, 100), int), page_size=chunk)
+    assert local(worst, chunk).num_reqs == bound
+
+
+def test_local_never_changes_the_chunk_and_decodes_see_their_chunk():
+    # public fault: chunk 8 of pages of 4 shrank to 4 where the longest sequence had 6 tokens
+    batch = Batch.from_lens([6], [6], block_table=[[3, 1]], page_size=4)
+    assert local(batch, 8).host_seq_lens.tolist() == [6]
+    one = local(Batch.from_lens([1], [12], block_table=[[2, 5, 1]], page_size=4), 8)
+    assert one.host_seq_lens.tolist() == [4] and one.block_table[0, 0].item() == 1
+    long = local(Batch.from_lens([1000], [1000], block_table=[list(range(63))], page_size=16), 8192)
+    assert long.query_lens.tolist() == [1000]
+
+
+def test_local_picks_the_pages_of_each_chunk():
+    table = np.arange(30).reshape(3, 10)
+    found = local(Batch.from_lens([4, 10, 5], [6, 17, 9], block_table=table, page_size=2), 4)
+    pages = [[0, 1], [2, 3], [12, 13], [14, 15], [16, 17], [18, 19], [22, 23], [24, 25]]
+    assert found.block_table.tolist() == pages
+
+
+@given(cases(), st.integers(1, 4), st.randoms())
+def test_local_regathers_for_a_second_group_as_if_planned_for_it(case, pages, random):
+    chunk = pages * case.page_size
+    other = np.array(random.sample(range(10**6), case.block_table.size), np.int32).reshape(case.block_table.shape)
+    table = torch.from_numpy(other)
+    derived = local(case.batch(), chunk).with_group(table, None, case.page_size)
+    direct = local(dataclasses.replace(case, block_table=other).batch(), chunk)
+    assert torch.equal(derived.block_table, direct.block_table)
+    assert derived.query_lens is not direct.query_lens and derived.seq_lens.tolist() == direct.seq_lens.tolist()
+
+
+def test_local_refuses_by_name_what_it_cannot_do():
+    batch = Batch.from_lens([1], [9], block_table=[[0]], page_size=16)
+    with pytest.raises(UnsupportedError, match="chunk 8 is not a multiple of page_size 16"):
+        local(batch, 8)
+    with pytest.raises(UnsupportedError, match="chunk 48 is not a multiple of page_size 32"):
+        local(Batch.from_lens([1], [9], block_table=[[0]], page_size=32), 48)
+    with pytest.raises(ValueError, match="chunk is 0"):
+        local(batch, 0)
+    with pytest.raises(ValueError, match="exact"):
+        local(dataclasses.replace(batch, exact=False), 16)
+    with pytest.raises(UnsupportedError, match="row 0 has one"):
+        local(Batch.from_lens([1], [9]), 8)
+
+
+def test_local_of_contiguous_first_chunks_needs_no_pages():
+    found = local(Batch.from_lens([5, 3], [5, 3]), 4)
+    assert (found.query_lens.tolist(), found.block_table) == ([4, 1, 3], None)
+
+
+# cross
+
+
+@many
+@given(cases(), st.data(), paddings)
+def test_cross_sees_the_whole_encoder_of_its_request_whatever_the_step(case, data, extra):
+    batch = padded(case.batch(), extra)
+    page_size = data.draw(st.sampled_from([1, 4, 16]))
+    lens = np.array([data.draw(st.integers(0, 20)) for _ in case.query_lens], np.int32)
+    width = -(-int(lens.max(initial=0)) // page_size)
+    pages = np.array(data.draw(st.permutations(range(width * len(lens)))), np.int32).reshape(len(lens), width)
+    lens, pages = np.pad(lens, (0, extra[0])), np.pad(pages, ((0, extra[0]), (0, 0)))
+    found = cross(batch, lens, torch.from_numpy(pages), page_size)
+    check_dtypes(found)
+    space = max(1, pages.size) * page_size
+    wanted = np.zeros((batch.num_tokens, space), int)
+    for token, row in enumerate(batch.token_to_req()):
+        for key in range(lens[row]):
+            wanted[token, pages[row, key // page_size] * page_size + key % page_size] = 1
+    assert np.array_equal(seen(found, space), wanted)
+    assert found.slot_mapping is None and found.padded_tokens == batch.padded_tokens
+    assert not (found.kinds() == PREFILL).any()  # no kernel may take its keys from the step's own tokens
+
+
+def test_cross_of_the_public_case():
+    # token tables rows 0..9 and 10..19, encoder lengths 3 and 5, text lengths 4 and 2
+    tokens = torch.arange(20).reshape(2, 10)
+    enc = torch.tensor([3, 5])
+    text = Batch.from_token_table(tokens, torch.tensor([0, 1]), [4, 2], [4, 2], page_size=1, offsets=np.array([3, 5]))
+    assert text.slot_mapping.tolist() == [3, 4, 5, 6, 15, 16]
+    crossed = cross(text, enc.numpy(), tokens[:, :5].to(torch.int32))
+    found = seen(crossed, 20)
+    assert [np.flatnonzero(row).tolist() for row in found] == [[0, 1, 2]] * 4 + [[10, 11, 12, 13, 14]] * 2
+
+
+def test_text_behind_an_encoder_starts_on_a_page_or_is_refused():
+    tokens = torch.arange(32).reshape(1, 32)
+    step = dict(query_lens=[1], seq_lens=[5], page_size=4)
+    found = Batch.from_token_table(tokens, torch.tensor([0]), **step, offsets=np.array([8]))
+    assert found.block_table.tolist() == [[2, 3]] and found.slot_mapping.tolist() == [12]
+    with pytest.raises(ValueError, match="row 0: offset 6 is not a multiple of page_size 4"):
+        Batch.from_token_table(tokens, torch.tensor([0]), **step, offsets=np.array([6]))
+
+
+def test_the_encoder_is_written_once():
+    table = torch.tensor([[4, 2], [1, 0], [3, 3]], dtype=torch.int32)
+    lens = np.array([5, 0, 2])
+    step = encoder(lens, table, 4, first=np.array([True, True, False]))
+    assert step.slot_mapping.tolist() == [16, 17, 18, 19, 8] and step.causal is False
+    later = encoder(lens, table, 4, first=np.zeros(3, bool))
+    assert later.num_tokens == 0 and later.slot_mapping.numel() == 0
+
+
+def test_cross_names_what_does_not_fit():
+    batch = Batch.from_lens([1], [4], block_table=[[0]], page_size=4)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="encoder_lens has 2 rows; the step has 1"):
+        cross(batch, np.array([1, 2]), table)
+    with pytest.raises(ValueError, match="seq_len 5 needs 2 pages"):
+        cross(batch, np.array([5]), table)
+    with pytest.raises(ValueError, match="first has shape"):
+        encoder(np.array([5]), table, 8, first=np.zeros(2, bool))
+
+
+# draft and verify
+
+
+def widened(case, tokens):
+    """The case with pages for more tokens behind each request."""
+    need = [-(-(s + tokens) // case.page_size) for s in case.seq_lens]
+    width = max(need, default=0)
+    table = np.arange(width * len(need), dtype=np.int32).reshape(len(need), width)[:, ::-1].copy()
+    return dataclasses.replace(case, block_table=table, num_pages=max(1, table.size))
+
+
+@many
+@given(cases(), st.integers(0, 4), paddings)
+def test_a_draft_step_sees_everything_up_to_its_token(case, step, extra):
+    case = widened(case, step + 1)
+    batch = case.batch()
+    found = draft(padded(batch, extra), step)
+    check_dtypes(found)
+    live = [row for row, q in enumerate(case.query_lens) if q]
+    wanted = np.zeros((len(live), slots(case)), int)
+    for token, row in enumerate(live):
+        for key in range(case.seq_lens[row] + step + 1):
+            wanted[token, slot(batch, row, key)] = 1
+    assert np.array_equal(seen(found, slots(case)), wanted)
+    written = [slot(batch, row, case.seq_lens[row] + step) for row in live]
+    assert found.slot_mapping.tolist() == written + [-1] * extra[1]
+
+
+@many
+@given(cases(), st.data(), paddings, st.booleans())
+def test_verify_sees_the_text_and_the_drafts_before_it(case, data, extra, uniform):
+    case = widened(case, 5)
+    batch = case.batch()
+    count = data.draw(st.integers(0, 5))
+    each = np.array([count if uniform else data.draw(st.integers(0, 5)) for _ in case.query_lens], int)
+    found = verify(padded(batch, extra), count if uniform else np.pad(each, (0, extra[0])))
+    check_dtypes(found)
+    rows, written = [], []
+    for row, q in enumerate(case.query_lens):
+        for i in range(each[row] if q else 0):
+            sees = np.zeros(slots(case), int)
+            for key in range(case.seq_lens[row] + i + 1):
+                sees[slot(batch, row, key)] = 1
+            rows.append(sees)
+            written.append(slot(batch, row, case.seq_lens[row] + i))
+    assert np.array_equal(seen(found, slots(case)), np.array(rows).reshape(-1, slots(case)))
+    assert found.slot_mapping.tolist() == written + [-1] * extra[1]
+
+
+def test_drafts_work_on_bounds_without_reading_the_device():
+    bound = Batch.from_tensors(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
+        torch.tensor([[2, 7, 1]], dtype=torch.int32),
+        torch.tensor([12]),
+        page_size=4,
+        host_seq_lens=[7],  # the host counts two drafted tokens that the device rejected
+        exact=False,
+    )
+    found = draft(bound, 0)
+    assert (found.seq_lens.tolist(), found.host_seq_lens.tolist(), found.exact) == ([6], [8], False)
+    assert found.slot_mapping.tolist() == [29]
+    assert verify(bound, 3).slot_mapping.tolist() == [29, 30, 31]
+
+
+def test_a_table_too_narrow_for_the_drafts_is_refused():
+    batch = Batch.from_lens([1], [7], block_table=[[4, 2]], page_size=4)
+    assert draft(batch, 0).slot_mapping.tolist() == [11]
+    for grow in (lambda: draft(batch, 1), lambda: verify(batch, 2)):
+        with pytest.raises(ValueError, match="row 0: seq_len 9 needs 3 pages of 4 tokens, but block_table is 2 wide"):
+            grow()
+    with pytest.raises(ValueError, match="step is -1"):
+        draft(batch, -1)
+    with pytest.raises(ValueError, match="num_draft"):
+        verify(batch, -1)
+
+
+def test_lengths_do_not_wrap():
+    batch = Batch.from_lens([1], [MAX_INT32])
+    with pytest.raises(ValueError, match="row 0"):
+        draft(batch, 0)
+
+
+# tree
+
+
+@st.composite
+def forests(draw, rows):
+    nodes = draw(st.integers(1, 6))
+    return np.array([[draw(st.integers(-1, i - 1)) for i in range(nodes)] for _ in range(rows)], int).reshape(
+        rows, nodes
+    )
+
+
+def lineage(parents, row, node):
+    out = []
+    while node >= 0:
+        out.append(node)
+        node = parents[row, node]
+    return out
+
+
+@many
+@given(cases(), st.data(), paddings)
+def test_a_tree_node_sees_the_text_its_ancestors_and_itself(case, data, extra):
+    batch = case.batch()
+    rows = len(case.query_lens)
+    parents = data.draw(forests(rows))
+    nodes = parents.shape[1]
+    base = slots(case)
+    where = base + np.array(data.draw(st.permutations(range(rows * nodes))), int).reshape(rows, nodes)
+    depth = max((len(lineage(parents, r, n)) for r in range(rows) for n in range(nodes)), default=1)
+    padded_parents = torch.from_numpy(np.pad(parents, ((0, extra[0]), (0, 0)), constant_values=-1))
+    padded_where = torch.from_numpy(np.pad(where, ((0, extra[0]), (0, 0))))
+    parts = tree(padded(batch, extra), padded_parents, padded_where, depth)
+    total = base + rows * nodes
+    for part in parts.batches:
+        check_dtypes(part)
+    found = sum(seen(part, total) for part in parts.batches)
+    wanted, written = [], []
+    for row, q in enumerate(case.query_lens):
+        for node in range(nodes if q else 0):
+            sees = np.zeros(total, int)
+            for key in range(case.seq_lens[row]):
+                sees[slot(batch, row, key)] = 1
+            for ancestor in lineage(parents, row, node):
+                sees[where[row, ancestor]] = 1
+            wanted.append(sees)
+            written.append(where[row, node])
+    assert np.array_equal(found, np.array(wanted).reshape(-1, total))
+    assert parts.step.slot_mapping.tolist() == written + [-1] * extra[1]
+
+
+def test_a_tree_names_what_cannot_be():
+    batch = Batch.from_lens([1], [7], block_table=[[4, 2]], page_size=4)
+    good = torch.tensor([[8, 9]])
+    for parents, depth, message in (
+        ([[-1, 1]], 2, "row 0: parent 1 of node 1 does not stand before it"),
+        ([[-2, 0]], 2, "row 0: parent -2 of node 0"),
+        ([[-1, 0]], 1, "depth is 1, but a node stands lower"),
+        ([[-1, 0]], 3, "depth is 3; a tree of 2 nodes has 1 to 2 levels"),
+        ([[-1, 0], [-1, 0]], 2, r"parents has shape \[2, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tree(batch, torch.tensor(parents), good, depth)
+
+
+def test_branches_of_the_public_case():
+    assert branch_layout(prefix_len=7, steps=5, page_size=4) == (3, 2)
+    assert branch_layout(prefix_len=8, steps=4, page_size=4) == (0, 1)
+
+
+# shard
+
+
+@many
+@given(cases(), st.integers(1, 4), st.integers(1, 5), paddings)
+def test_shards_together_see_each_key_once(case, world, interleave, extra):
+    whole = padded(Batch.from_lens(case.query_lens, case.seq_lens), (0, 0))
+    whole = pad(whole, whole.padded_reqs + extra[0], whole.padded_tokens + extra[1])
+    page_size, found, owners = 4, 0, {}
+    width = -(-max(case.seq_lens, default=0) // page_size)
+    rows = whole.padded_reqs
+    space = max(1, rows * width * page_size)
+    for rank in range(world):
+        table = torch.arange(rows * width, dtype=torch.int32).reshape(rows, width).flip(1).contiguous()
+        mine = shard(whole, world, rank, table, page_size, interleave)
+        check_dtypes(mine)
+        held = [[p for p in range(s) if p // interleave % world == rank] for s in case.seq_lens]
+        assert shard_lens(np.array(case.seq_lens, int), world, rank, interleave).tolist() == [len(h) for h in held]
+
+        def place(row, position, held=held, table=table):
+            page, offset = divmod(held[row].index(position), page_size)
+            return int(table[row, page]) * page_size + offset
+
+        tokens = [
+            (r, p) for r, (q, s) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)) for p in range(s - q, s)
+        ]
+        wanted = np.zeros((len(tokens), space), int)
+        for t, (row, position) in enumerate(tokens):
+            for key in held[row]:
+                if key <= position:
+                    wanted[t, place(row, key)] = 1
+        assert np.array_equal(seen(mine, space), wanted)
+        written = [place(r, p) if p in held[r] else -1 for r, p in tokens]
+        assert mine.slot_mapping.tolist() == written + [-1] * extra[1]
+        owners[rank] = {(r, p) for r, h in enumerate(held) for p in h}
+        found += wanted.sum()
+    assert sum(map(len, owners.values())) == sum(case.seq_lens)
+    assert found == sum(p + 1 for q, s in zip(case.query_lens, case.seq_lens, strict=True) for p in range(s - q, s))
+
+
+def test_slots_of_a_shard_of_the_checklist():
+    # world 2, interleave 1: foreign tokens -1, the own ones at their local place
+    step = Batch.from_lens([4], [4])
+    table = torch.tensor([[5]], dtype=torch.int32)
+    assert shard(step, 2, 0, table, 4).slot_mapping.tolist() == [20, -1, 21, -1]
+    assert shard(step, 2, 1, table, 4).slot_mapping.tolist() == [-1, 20, -1, 21]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 1), "world is 0"),
+        ((2, 2, 1), "rank is 2; it must be at least 0 and below 2"),
+        ((2, 0, 0), "interleave is 0"),
+    ],
+)
+def test_a_shard_that_is_none_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        shard_lens(np.array([4]), *arguments)
+
+
+# prefix
+
+
+@many
+@given(cases(), st.integers(1, 3), paddings)
+def test_a_shared_prefix_and_the_rest_see_what_the_step_sees(case, pages, extra):
+    length = pages * case.page_size
+    rows = [(q, s + length) for q, s in zip(case.query_lens, case.seq_lens, strict=True)]
+    width = max((-(-s // case.page_size) for _, s in rows), default=pages)
+    table = pages + np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)
+    table[:, :pages] = np.arange(pages)[::-1]
+    num_slots = (pages + max(1, table.size)) * case.page_size
+    batch = Batch.from_lens([q for q, _ in rows], [s for _, s in rows], block_table=table, page_size=case.page_size)
+    parts = prefix(padded(batch, extra), length)
+    for part in parts.batches:
+        check_dtypes(part)
+    found = sum(seen(part, num_slots) for part in parts.batches)
+    assert np.array_equal(found, expected(batch, num_slots, lambda _, q, k: k <= q))
+    assert torch.equal(parts.step.slot_mapping[: batch.num_tokens], batch.slot_mapping)
+
+
+def test_a_prefix_that_is_not_shared_is_refused():
+    table = [[3, 7, 1], [3, 8, 2]]
+    batch = Batch.from_lens([1, 1], [10, 9], block_table=table, page_size=4)
+    assert prefix(batch, 4).step.host_seq_lens.tolist() == [6, 5]
+    with pytest.raises(ValueError, match="row 1: its first 2 pages are not those of row 0"):
+        prefix(batch, 8)
+    with pytest.raises(ValueError, match="length is 6; a shared prefix is whole pages of 4"):
+        prefix(batch, 6)
+    with pytest.raises(ValueError, match="row 0: context 9 is shorter than the shared prefix of 12"):
+        prefix(batch, 12)
+
+
+def test_sharing_pays_with_many_requests_on_a_long_prefix():
+    few, many_reqs = (Batch.from_lens([1] * n, [4096] * n) for n in (2, 64))
+    assert prefix_pays(many_reqs, 2048)
+    assert not prefix_pays(few, 2048) and not prefix_pays(many_reqs, 16)
+
+
+# trimming
+
+
+@many
+@given(cases(), st.integers(0, 20), paddings)
+def test_trimming_keeps_what_the_window_sees_and_names_no_dead_page(case, left, extra):
+    batch = case.batch()
+    step = padded(batch, extra)
+    found, dead = trim(step, left), dead_pages(step, left)
+    check_dtypes(found)
+
+    wanted = expected(batch, slots(case), lambda _, q, k: q - left <= k <= q)
+    got = np.zeros_like(wanted)
+    cu = found.host_cu_seqlens_q
+    for row in range(found.padded_reqs):
+        queries, keys = found.query_lens[row], found.host_seq_lens[row]
+        for i in range(queries):
+            at = keys - queries + i
+            for key in range(max(0, at - left), at + 1):
+                got[cu[row] + i, slot(found, row, key)] += 1
+        used = -(-keys // case.page_size)
+        gone = set(step.block_table[row, : dead[row]].tolist())
+        if queries:
+            assert not gone & set(found.block_table[row, :used].tolist())
+    assert np.array_equal(got, wanted)
+
+
+# composition
+
+
+@given(cases(), st.integers(1, 3))
+def test_variants_compose(case, pages):
+    case = widened(case, 4)
+    chunk = pages * case.page_size
+    batch = case.batch()
+    found = local(verify(batch, 3), chunk)
+    whole = verify(batch, 3)
+    assert np.array_equal(
+        seen(found, slots(case)), expected(whole, slots(case), lambda _, q, k: k <= q and k // chunk == q // chunk)
+    )
+    assert np.array_equal(
+        seen(unpad(pad(found, found.padded_reqs + 2, found.padded_tokens)), slots(case)), seen(found, slots(case))
+    )
+
+
+@given(cases())
+def test_variants_change_nothing_of_the_step(case):
+    case = widened(case, 2)
+    batch = case.batch()
+    before = [t.clone() for t in (batch.seq_lens, batch.block_table, batch.slot_mapping, batch.cu_seqlens_q)]
+    host = [a.copy() for a in (batch.query_lens, batch.host_seq_lens, batch.host_cu_seqlens_q)]
+    for derive in (
+        lambda b: local(b, case.page_size),
+        lambda b: draft(b, 1),
+        lambda b: verify(b, 2),
+        lambda b: trim(b, 3),
+    ):
+        derive(batch)
+    after = (batch.seq_lens, batch.block_table, batch.slot_mapping, batch.cu_seqlens_q)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    twins = (batch.query_lens, batch.host_seq_lens, batch.host_cu_seqlens_q)
+    assert all((a == b).all() for a, b in zip(host, twins, strict=True))
