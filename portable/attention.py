@@ -15,14 +15,16 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.check import check_run, check_write
-from portable.kernel import KV, AttnOut, Kernel, Needs, Op, Segment
+from portable.kernel import AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
-from portable.mha import Choose, MhaPlan, plan_segments
+from portable.mha import MhaPlan
 from portable.packages import installed
+from portable.parts import Parts
 from portable.platform.detect import detect
 from portable.ragged import next_power_of_2
 from portable.select import Choice, Request, parse_requested, requested_from_env, select, why_not_here
+from portable.slot import Slot
+from portable.variants import local
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
@@ -83,7 +85,7 @@ class Attention:
 
     >>> layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     >>> attn = Attention(layer, page_size=4, device="cpu")
-    >>> pages = KV(torch.zeros(8, 4, 2, 8), torch.zeros(8, 4, 2, 8))
+    >>> pages = torch.zeros(8, 4, 2, 8), torch.zeros(8, 4, 2, 8)
     >>> batch = Batch.from_lens([5], [5], block_table=[[3, 6]], page_size=4)
     >>> plan = attn.plan(batch)
     >>> q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
@@ -105,12 +107,12 @@ class Attention:
     ) -> None:
         if layer.family != "gqa":
             raise ValueError(f"layer.family is {layer.family!r}; Attention serves 'gqa' layers")
-        if layer.chunk is not None:
-            raise UnsupportedError(f"local attention (chunk={layer.chunk}) is not supported by this version")
         limits = {"page_size": page_size, "max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
         for name, value in limits.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        if layer.chunk is not None and layer.chunk % page_size:
+            raise UnsupportedError(f"chunk {layer.chunk} is not a multiple of page_size {page_size}")
         self.layer = layer
         self.page_size = page_size
         self.max_reqs, self.max_tokens, self.max_seq_len = max_reqs, max_tokens, max_seq_len
@@ -118,7 +120,7 @@ class Attention:
         self.device = torch.device(self.target.device)
         requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
         self._kernels = Kernels(self.target, layer, requested)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         causal, longest = layer.causal, next_power_of_2(max_seq_len)
         usual = {
             "decode": (Op.PAGED, Needs(causal, page_size, query_len=1, seq_len=longest)),
@@ -142,16 +144,24 @@ class Attention:
             kernels=load_kernels(),
         )
 
-    def plan(self, batch: Batch, *, slot: int = 0) -> MhaPlan:
+    def plan(self, step: Batch | Parts, *, slot: int = 0) -> MhaPlan:
         """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
 
+        A layer with a `chunk` gets `variants.local` of the step. `Parts` run one by one and are merged.
+
         Raises:
-            ValueError: the batch is larger than this object was made for, on another device, or of another page size.
+            ValueError: the step is larger than this object was made for, on another device, or of another page size.
+            UnsupportedError: parts of a layer whose mask depends on positions.
         """
-        self._check(batch)
+        parts = step.batches if isinstance(step, Parts) else (step,)
+        if len(parts) > 1 and (self.layer.window != (None, None) or self.layer.alibi or self.layer.chunk):
+            raise UnsupportedError("parts of a layer with a window, ALiBi or chunks: their masks need whole sequences")
+        self._check(parts[0])
+        if self.layer.chunk is not None:
+            parts = (local(parts[0], self.layer.chunk),)
         if slot not in self._slots:
-            self._slots[slot] = _Slot(self.layer, self._kernels)
-        return self._slots[slot].renew(batch)
+            self._slots[slot] = Slot(self.layer, self._kernels)
+        return self._slots[slot].renew(parts)
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor | None], plan: MhaPlan,
@@ -238,64 +248,6 @@ class Kernels:
     def __call__(self, op: Op, needs: Needs) -> Kernel:
         return self.choice(op, needs).kernel
 
-
-class _Slot:
-    """The newest plan of a slot, and its segments for each way in which `run` may be called."""
-
-    def __init__(self, layer: Layer, choose: Choose) -> None:
-        self.layer, self.choose = layer, choose
-        self.handle = ops.register(self)
-        self.plan: MhaPlan | None = None
-        self._ways: dict[tuple[bool, bool], tuple[Segment, ...]] = {}
-
-    def renew(self, batch: Batch) -> MhaPlan:
-        writes = batch.slot_mapping is not None
-        usual = plan_segments(batch, self.layer, self.choose, contiguous=True, lse=False)
-        self._ways = {(True, False): usual}
-        self.plan = MhaPlan(
-            batch, usual, self.choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size)) if writes else None, self.handle
-        )
-        return self.plan
-
-    def segments(self, *, contiguous: bool, lse: bool) -> tuple[Segment, ...]:
-        way = (contiguous, lse)
-        if way not in self._ways:
-            assert self.plan is not None
-            self._ways[way] = plan_segments(self.plan.batch, self.layer, self.choose, contiguous=contiguous, lse=lse)
-        return self._ways[way]
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: KV | None,
-        new: KV | None,
-        tensors: LayerTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        assert self.plan is not None
-        batch = self.plan.batch
-        check_run(self.layer, batch, q, kv, new, tensors, out)
-        if batch.padded_tokens > batch.num_tokens:
-            out[batch.num_tokens :] = 0
-            if lse is not None:
-                lse[:, batch.num_tokens :] = -torch.inf
-        for segment in self.segments(contiguous=new is not None, lse=lse is not None):
-            at = segment.tokens
-            if segment.block_table is not None:
-                keys = kv
-            elif batch.block_table is None or new is None or new.v is None:
-                keys = new
-            else:
-                keys = KV(new.k[at], new.v[at])
-            part = None if lse is None else lse[:, at]
-            segment.kernel.run(q[at], keys, segment, self.layer, tensors, out[at], part)
-
-    def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None:
-        assert self.plan is not None
-        batch = self.plan.batch
-        if self.plan.write is None or batch.slot_mapping is None:
-            raise ValueError("the plan's batch has no block_table, so it says nowhere to write; give Batch one")
-        check_write(self.layer, batch, new, kv)
-        if batch.num_tokens:
-            self.plan.write.run(new.k, new.v, kv, batch.slot_mapping, self.layer, tensors)
+    def of(self, layer: Layer) -> Kernels:
+        """The kernels of another layer on the same target."""
+        return Kernels(self.target, layer, self.requested)

@@ -12,14 +12,15 @@ from portable.layer import Layer, LayerTensors
 
 def check_run(
     layer: Layer,
-    batch: Batch,
+    parts: tuple[Batch, ...],
     q: torch.Tensor,
     kv: KV | None,
     new: KV | None,
     tensors: LayerTensors,
     out: torch.Tensor,
 ) -> None:
-    """Raise a ValueError unless the arguments of one run fit the layer, the batch and each other."""
+    """Raise a ValueError unless the arguments of one run fit the layer, the step and each other."""
+    batch = parts[0]
     tokens, heads = batch.padded_tokens, layer.num_heads
     _like("q", q, (tokens, heads, layer.qk_head_dim), layer.dtype, batch.device)
     _like("out", out, (tokens, heads, layer.v_head_dim), layer.dtype, batch.device)
@@ -49,8 +50,9 @@ def check_run(
             )
 
 
-def check_write(layer: Layer, batch: Batch, new: KV, kv: KV) -> None:
+def check_write(layer: Layer, parts: tuple[Batch, ...], new: KV, kv: KV) -> None:
     """Raise a ValueError unless the new tokens fit the layer, the batch and the pages."""
+    batch = parts[0]
     _check_new(layer, new, batch.padded_tokens, batch.device)
     check_cache(layer, kv, batch)
 

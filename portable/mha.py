@@ -18,10 +18,15 @@ Choose = Callable[[Op, Needs], Kernel]
 class MhaPlan:
     """What `Attention.run` executes for one step. It lives until the next plan on its slot."""
 
-    batch: Batch
-    segments: tuple[Segment, ...]
-    write: Kernel | None  # scatters the new tokens; None for a batch without a cache
+    parts: tuple[Batch, ...]  # the step, or its parts
+    segments: tuple[tuple[Segment, ...], ...]  # of each part
+    write: Kernel | None  # scatters the new tokens; None for a step that writes nothing
     handle: int  # the slot, as the registered ops know it
+
+    @property
+    def batch(self) -> Batch:
+        """The step, or the part of it that holds the slots of the new tokens."""
+        return self.parts[-1]
 
 
 def plan_segments(batch: Batch, layer: Layer, choose: Choose, *, contiguous: bool, lse: bool) -> tuple[Segment, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from portable import Batch
@@ -24,6 +25,22 @@ class Case:
         return Batch.from_lens(
             self.query_lens, self.seq_lens, block_table=self.block_table, page_size=self.page_size, **kwargs
         )
+
+    @property
+    def context_lens(self) -> list[int]:
+        return [s - q for q, s in zip(self.query_lens, self.seq_lens, strict=True)]
+
+    def slot(self, row: int, position: int) -> int:
+        """Where a token lives."""
+        return int(self.block_table[row, position // self.page_size]) * self.page_size + position % self.page_size
+
+    def slots(self) -> list[int]:
+        """Where the new tokens live, in order."""
+        return [
+            self.slot(row, position)
+            for row, (q, s) in enumerate(zip(self.query_lens, self.seq_lens, strict=True))
+            for position in range(s - q, s)
+        ]
 
 
 @st.composite
@@ -47,3 +64,17 @@ def cases(draw: st.DrawFn, ordered: bool = False, max_reqs: int = 6, max_len: in
     for row, pages in enumerate(need):
         table[row, :pages], order = order[:pages], order[pages:]
     return Case([q for q, _ in rows], [s for _, s in rows], table, page_size, num_pages)
+
+
+def assert_same_batch(found: Batch, right: Batch, ignore: tuple[str, ...] = ()) -> None:
+    """Every field is equal: dtypes, shapes and values of tensors and arrays, and plain numbers."""
+    for name in (field.name for field in fields(Batch)):
+        a, b = getattr(found, name), getattr(right, name)
+        if name in ignore:
+            continue
+        if isinstance(b, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a, b), name
+        elif isinstance(b, np.ndarray):
+            assert a.dtype == b.dtype and np.array_equal(a, b), name
+        else:
+            assert a == b, name

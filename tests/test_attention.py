@@ -210,9 +210,9 @@ def test_what_cannot_be_configured_is_refused(arguments, message):
         Attention(make_layer(), **{"device": "cpu", **arguments})
 
 
-def test_local_and_other_families_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="chunk=8"):
-        Attention(make_layer(chunk=8), page_size=4, device="cpu")
+def test_other_families_and_chunks_inside_pages_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="chunk 8 is not a multiple of page_size 16"):
+        Attention(make_layer(chunk=8), page_size=16, device="cpu")
     with pytest.raises(ValueError, match="'mla'"):
         Attention(Layer.mla(num_heads=4), page_size=4, device="cpu")
 
@@ -250,7 +250,7 @@ def test_arguments_that_do_not_fit_are_named(arguments, message):
         with pytest.raises(ValueError, match=message):
             from portable.check import check_run
 
-            check_run(attn.layer, plan.batch, q, KV(*cache), None, LayerTensors(), arguments["out"])
+            check_run(attn.layer, plan.parts, q, KV(*cache), None, LayerTensors(), arguments["out"])
         return
     with pytest.raises(ValueError, match=message):
         attn.run(q, cache, plan, **arguments)

@@ -18,6 +18,17 @@ def test_rounding_brackets_its_argument(a, b):
     assert cdiv(a, b) * b == round_up(a, b)
 
 
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=8), st.sampled_from([1, 2, 3, 16, 2**30, 2**31 - 1]))
+def test_arrays_round_as_their_elements_do_up_to_the_end_of_int32(values, b):
+    right = [-(-a // b) for a in values]
+    for array in (np.array(values, np.int32), np.array(values, np.uint32), torch.tensor(values, dtype=torch.int32)):
+        before = array.tolist()
+        assert cdiv(array, b).tolist() == right
+        assert round_down(array, b).tolist() == [a // b * b for a in values]
+        assert cdiv(array, b).dtype == array.dtype and array.tolist() == before
+    assert round_up(np.array(values, np.int64), b).tolist() == [n * b for n in right]
+
+
 def test_rounding_refuses_what_has_no_answer():
     for bad in ((-1, 4), (4, 0), (4, -2)):
         for function in (cdiv, round_up, round_down):

@@ -1,0 +1,78 @@
+"""Writes the README's support table from what the kernels declare: python ci/support_table.py [--check]"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+
+from prove import source_hash  # noqa: E402
+
+from portable.attention import load_kernels  # noqa: E402
+from portable.kernel import ANY, ATTENTION, PAGES, Kernel, Op, Sizes, listed  # noqa: E402
+
+BLOCK = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def table() -> str:
+    """A row for each kernel, in order of operation."""
+    head = "| kernel | devices | dtypes | head dim | page | features | proof |\n|---|---|---|---|---|---|---|\n"
+    kernels = sorted(load_kernels(), key=lambda kernel: (list(Op).index(kernel.caps.op), kernel.name))
+    return head + "".join(f"| {' | '.join(row(kernel))} |\n" for kernel in kernels)
+
+
+def row(kernel: Kernel) -> Iterable[str]:
+    caps = kernel.caps
+    yield f"`{kernel.name}` ({caps.op})"
+    yield "any" if caps.vendors is ANY else f"{names(caps.vendors)}: {names(caps.archs)}"
+    fp8 = (
+        " + fp8 cache" if any("float8" in str(dtype) for dtype in getattr(caps.kv_dtypes, "__iter__", tuple)()) else ""
+    )
+    yield names(caps.dtypes) + fp8
+    yield sizes(caps.head_dims)
+    yield sizes(caps.page_sizes) if caps.op in PAGES else "-"
+    yield ", ".join(sorted(caps.features)) if caps.op in ATTENTION else "-"
+    yield "; ".join(proofs(kernel))
+
+
+def names(values: object) -> str:
+    return listed(values).removeprefix("one of ").replace("bfloat", "bf").replace("float", "fp")
+
+
+def sizes(allowed: Sizes) -> str:
+    if allowed.only is not None:
+        return ", ".join(map(str, sorted(allowed.only)))
+    step = "any" if allowed.multiple == 1 else f"x{allowed.multiple}"
+    return step + (f" to {allowed.most}" if allowed.most else "")
+
+
+def proofs(kernel: Kernel) -> Iterable[str]:
+    """Where the contract test passed: this machine's kind at every change, others by a committed run."""
+    if kernel.caps.vendors is ANY or "cpu" in kernel.caps.vendors:
+        yield "CPU: measured in CI"
+    for file in sorted((ROOT / "ci" / "results").glob("contract-*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        found = result["kernels"].get(kernel.name)
+        if found and found["source"] == source_hash(kernel):
+            yield f"{result['arch']}: measured"
+
+
+def main(check: bool) -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    wanted = BLOCK.sub(lambda block: block[1] + table() + block[2], text)
+    if check:
+        if wanted != text:
+            print("README.md: the support table is not what the kernels declare; run python ci/support_table.py")
+        return int(wanted != text)
+    readme.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

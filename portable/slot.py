@@ -1,0 +1,146 @@
+"""A plan slot: the newest plan, and what runs when a layer calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from portable import ops
+from portable.batch import Batch
+from portable.check import check_run, check_write
+from portable.kernel import KV, Kernel, Needs, Op, Segment
+from portable.layer import Layer, LayerTensors
+from portable.mha import MhaPlan, plan_segments
+
+Segments = tuple[tuple[Segment, ...], ...]
+
+
+class Kernels(Protocol):
+    """The kernel for each operation and bucket of one layer."""
+
+    def __call__(self, op: Op, needs: Needs) -> Kernel: ...
+    def of(self, layer: Layer) -> Kernels: ...
+
+
+class Slot:
+    """The newest plan of a slot, and its segments for each way in which `run` may be called.
+
+    Parts of a step run without the layer's sinks, into partial outputs that a merge kernel joins, sinks at its end.
+    """
+
+    def __init__(self, layer: Layer, kernels: Kernels) -> None:
+        self.layer, self.kernels = layer, kernels
+        self.handle = ops.register(self)
+        self.plan: MhaPlan | None = None
+        self._partial: tuple[Layer, Kernels] | None = None
+        self._ways: dict[tuple[bool, bool], Segments] = {}
+
+    def renew(self, parts: tuple[Batch, ...]) -> MhaPlan:
+        """The plan of a new step; what an earlier one held is gone."""
+        step, way = parts[-1], (True, len(parts) > 1)
+        self._ways = {way: self._segments(parts, *way)}
+        write = None
+        if step.slot_mapping is not None:
+            write = self.kernels(Op.CACHE_WRITE, Needs(page_size=parts[0].page_size))
+        self.plan = MhaPlan(parts, self._ways[way], write, self.handle)
+        return self.plan
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: KV | None,
+        new: KV | None,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """One layer of the planned step, into `out` and `lse`; padded tokens get 0 and -inf."""
+        assert self.plan is not None
+        parts = self.plan.parts
+        check_run(self.layer, parts, q, kv, new, tensors, out)
+        num_tokens = parts[0].num_tokens
+        if len(q) > num_tokens:
+            out[num_tokens:] = 0
+            if lse is not None:
+                lse[:, num_tokens:] = -torch.inf
+        way = (new is not None, lse is not None or len(parts) > 1)
+        if way not in self._ways:
+            self._ways[way] = self._segments(parts, *way)
+        segments = self._ways[way]
+        if len(parts) == 1:
+            run_part(parts[0], segments[0], self.layer, q, kv, new, tensors, out, lse)
+            return
+        layer, kernels = self._of_parts()
+        without = tensors._replace(sinks=None)
+        partial = []
+        for part, chosen in zip(parts, segments, strict=True):
+            part_out, part_lse = torch.empty_like(out), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+            run_part(part, chosen, layer, q, kv, new, without, part_out, part_lse)
+            partial.append((part_out[:num_tokens], part_lse[:, :num_tokens]))
+        merge = kernels(Op.MERGE, Needs()).run
+        *first, last = partial
+        total_out, total_lse = first[0]
+        for more_out, more_lse in first[1:]:
+            merge(total_out, total_lse, more_out, more_lse, None, total_out, total_lse)
+        merge(
+            total_out, total_lse, *last, tensors.sinks, out[:num_tokens], None if lse is None else lse[:, :num_tokens]
+        )
+
+    def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None:
+        """The new tokens of the planned step into their slots."""
+        assert self.plan is not None
+        step = self.plan.batch
+        if self.plan.write is None or step.slot_mapping is None:
+            raise ValueError("the plan writes nothing: its batch has no slot_mapping, which block_table brings")
+        check_write(self.layer, self.plan.parts, new, kv)
+        if step.num_tokens:
+            self.plan.write.run(new.k, new.v, kv, step.slot_mapping, self.layer, tensors)
+
+    def _segments(self, parts: tuple[Batch, ...], contiguous: bool, lse: bool) -> Segments:
+        layer, kernels = (self.layer, self.kernels) if len(parts) == 1 else self._of_parts()
+        return tuple(plan_segments(part, layer, kernels, contiguous=contiguous, lse=lse) for part in parts)
+
+    def _of_parts(self) -> tuple[Layer, Kernels]:
+        if self._partial is None:
+            layer = replace(self.layer, sinks=False)
+            self._partial = layer, self.kernels.of(layer)
+        return self._partial
+
+
+def run_part(
+    batch: Batch,
+    segments: tuple[Segment, ...],
+    layer: Layer,
+    q: torch.Tensor,
+    kv: KV | None,
+    new: KV | None,
+    tensors: LayerTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Each segment's kernel on its tokens, and on the pages or the contiguous K/V that it reads."""
+    for segment in segments:
+        at = segment.tokens
+        if segment.block_table is not None:
+            assert kv is not None
+            keys: KV | None = paged_as(kv, segment.page_size)
+        elif batch.block_table is None or new is None or new.v is None:
+            keys = new
+        else:
+            keys = KV(new.k[at], new.v[at])
+        segment.kernel.run(q[at], keys, segment, layer, tensors, out[at], None if lse is None else lse[:, at])
+
+
+def paged_as(kv: KV, page_size: int) -> KV:
+    """The same pages with another number of tokens each, as a view: what a draft tree's pages of one token read."""
+    if kv.v is None or kv.k.dim() != 4 or kv.k.shape[1] == page_size:
+        return kv
+    for name, pages in (("k", kv.k), ("v", kv.v)):
+        if pages.stride(0) != pages.shape[1] * pages.stride(1):
+            raise ValueError(
+                f"cache {name} has strides {list(pages.stride())}; pages of {page_size} tokens need equal steps"
+            )
+    k, v = (pages.flatten(0, 1).unflatten(0, (-1, page_size)) for pages in (kv.k, kv.v))
+    return KV(k, v)
