@@ -35,7 +35,7 @@ class Block:
 
 
 def prepare(segment: Segment, layer: Layer) -> tuple[Block, ...]:
-    """Group the requests by query length and the power of two that holds their visible span: at most 2x padding."""
+    """Group the requests by query length and the power of two that holds their visible keys, which pads at most 2x."""
     query_lens, seq_lens = segment.host_query_lens.astype(np.int64), segment.host_seq_lens.astype(np.int64)
     left = layer.window[0]
     span = seq_lens
@@ -44,7 +44,8 @@ def prepare(segment: Segment, layer: Layer) -> tuple[Block, ...]:
     live = np.flatnonzero((query_lens > 0) & (seq_lens > 0))
     if not live.size:
         return ()
-    bucket = query_lens[live] << 6 | np.ceil(np.log2(span[live])).astype(np.int64)
+    # up to 256 keys, a call of its own costs more than padding
+    bucket = query_lens[live] << 6 | np.ceil(np.log2(span[live].clip(min=256))).astype(np.int64)
     query_start = cu_from_lens(query_lens)
     key_start = torch.from_numpy(cu_from_lens(seq_lens)[:-1]).to(segment.seq_lens.device)
     return tuple(
@@ -168,7 +169,7 @@ def _sdpa(
     # The query heads of a KV head become its query rows, so that K and V are not repeated: twice as fast at a decode.
     group = heads // kv_heads
     packed = q.view(n, sq, kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, group * sq, -1)
-    if bias is not None:
+    if bias is not None and (sq > 1 or bias.shape[1] > 1):  # the bias of a decode broadcasts as it is
         per_head = bias.shape[1] > 1
         width = bias.shape[-1]
         bias = bias.view(n, kv_heads, group, sq, width) if per_head else bias[:, :, None].expand(n, 1, group, sq, width)
@@ -180,11 +181,20 @@ def _sdpa(
 def cache_write(
     k: torch.Tensor, v: torch.Tensor, kv: KV, slot_mapping: torch.Tensor, layer: Layer, tensors: LayerTensors
 ) -> None:
-    """Scatter rows to slots without reading the device: a row that writes nothing repeats one that writes."""
+    """Scatter rows to slots. On a device without reading it: there a row that writes nothing repeats one that writes.
+
+    Which of two rows with the same slot is kept is not defined.
+    """
     assert kv.v is not None
     num_pages, page_size = kv.k.shape[:2]
     slots = slot_mapping.long()
     live = (slots >= 0) & (slots < num_pages * page_size)
+    if slots.device.type == "cpu":  # where looking costs no sync, and most of the work is saved
+        tokens = slice(None) if live.all() else live.nonzero()[:, 0]
+        pages, offsets = slots[tokens] // page_size, slots[tokens] % page_size
+        for new, cache in ((k, kv.k), (v, kv.v)):
+            cache[pages, offsets] = new[: len(slots)][tokens]
+        return
     source = torch.where(live, torch.arange(len(slots), device=slots.device), live.long().argmax())
     slots = slots[source].clamp(min=0, max=num_pages * page_size - 1)
     pages, offsets = slots // page_size, slots % page_size

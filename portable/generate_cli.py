@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=16, metavar="N", help="tokens per page of the KV cache (default: 16)")
     add("--num-pages", type=int, metavar="N", help="pages of the KV cache (default: enough, up to 4 GiB)")
     add("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens per step (default: 512)")
-    add("--device", help="cpu, cuda:1, emulated:ARCH, ... (default: the best of this machine)")
+    add("--device", help="a device's name in torch, or emulated:ARCH (default: the best of this machine)")
     add("--dtype", choices=sorted(DTYPES), help="of the model (default: float32 on a CPU, else bfloat16)")
     add("--backend", metavar="NAME", help="force a backend or kernel, or op=name,... (default: the best)")
     add("--check", action="store_true", help="compare with transformers' eager attention, greedy in float32")

@@ -56,8 +56,8 @@ def order(
 ) -> npt.NDArray[np.int64]:
     """The permutation that puts requests in order: new[i] = old[permutation[i]]. Apply it to anything per request.
 
-    Only requests in the wrong place move, in the shortest cycles: as many swaps as a two-way exchange allows, then
-    three-way cycles, then longer ones. An ordered batch gives the identity.
+    Only requests in the wrong place move, in the fewest swaps that any way takes: the shortest cycles first. Requests
+    that stand in order already give the identity.
 
     >>> order(np.array([7, 1, 1, 1]), np.array([0, 5, 0, 3])).tolist()
     [3, 1, 2, 0]

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from portable.batch import Batch, View
+from portable.batch import Batch
 from portable.layer import UnsupportedError
 from portable.ragged import cdiv, cu_from_lens
 from portable.upload import upload
+from portable.view import View
 
 # With 8 requests on 256 shared tokens, 1,792 rows of K and V per KV head are not read again; what the merge adds is
 # three outputs of 8 rows per query head, and the launches of a second pass.

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from portable.batch import Batch, View
+from portable.batch import Batch
 from portable.layer import UnsupportedError
 from portable.lengths import Int32, as_lens, check_lens, check_table
 from portable.paging import PAD_SLOT, slot_mapping
 from portable.parts import Parts, prefix, prefix_pays, tree
 from portable.ragged import IntArray, cdiv, cu_from_lens, ragged_arange
 from portable.upload import upload
+from portable.view import View
 
 __all__ = [
     "Parts",
@@ -59,7 +60,7 @@ def local(batch: Batch, chunk: int) -> Batch:
     batch.needs_exact("local attention")
     if batch.block_table is not None and chunk % batch.page_size:
         raise UnsupportedError(
-            f"chunk {chunk} is not a multiple of page_size {batch.page_size}; a chunk inside a page has no table of its own"
+            f"chunk {chunk} is not a multiple of page_size {batch.page_size}; a chunk inside a page has no table"
         )
     context, seq_lens = batch.context_lens, batch.host_seq_lens
     if batch.block_table is None and context.any():

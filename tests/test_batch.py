@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from strategies import assert_same_batch, cases
 
 from portable import Batch
-from portable.batch import View
 from portable.lengths import as_table, check_table
 from portable.padding import pad
+from portable.view import View
 
 
 def int32(*values):

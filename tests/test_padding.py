@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import assert_same_batch, cases
 
 from portable import KV, Attention, Batch, Layer
-from portable.batch import View
 from portable.padding import pad, unpad
+from portable.view import View
 
 LAYER = Layer.gqa(num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 
@@ -157,3 +157,9 @@ def test_padding_reads_no_tensor(no_sync):
     batch = Batch.from_lens([1, 2], [5, 2], block_table=[[0, 1], [2, 3]], page_size=4, causal=torch.ones(2).bool())
     with no_sync():
         unpad(pad(batch, 4, 8, seq_len=1))
+
+
+def test_padding_with_a_length_is_counted_in_the_longest():
+    batch = Batch.from_lens([0], [0], block_table=[[0]], page_size=4)
+    assert [pad(batch, 2, 1, seq_len=n).max_seq_len for n in (0, 1, 4)] == [0, 1, 4]
+    assert pad(batch, 1, 1, seq_len=4).max_seq_len == 0
