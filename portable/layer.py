@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -222,6 +223,17 @@ class LayerTensors(NamedTuple):
     k_scale: torch.Tensor | None = None  # scalar or [Hkv] f32; stored value = byte x scale
     v_scale: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
+
+
+def differing(layers: Sequence[Layer]) -> dict[str, tuple[object, ...]]:
+    """The fields in which layers differ, with the value of each layer: what keeps them from sharing one `Attention`.
+
+    >>> layers = [Layer.gqa(num_heads=4, head_dim=64, window=w) for w in (128, (None, None))]
+    >>> differing(layers), differing(layers[:1] * 2)
+    ({'window': ((127, 0), (None, None))}, {})
+    """
+    values = {field.name: tuple(getattr(layer, field.name) for layer in layers) for field in fields(Layer)}
+    return {name: found for name, found in values.items() if len(set(found)) > 1}
 
 
 def default_scale(head_dim: int) -> float:

@@ -143,3 +143,12 @@ def num_pages(seq_lens: IntArray, page_size: int) -> int:
     4
     """
     return int(cdiv(seq_lens, page_size).sum())
+
+
+def table_width(max_seq_len: int, page_size: int, num_draft: int = 0) -> int:
+    """Columns that a block table needs for sequences of `max_seq_len` tokens and `num_draft` drafted behind them.
+
+    >>> table_width(8192, 16), table_width(8192, 16, num_draft=4)
+    (512, 513)
+    """
+    return cdiv(max_seq_len + num_draft, page_size)

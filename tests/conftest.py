@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -49,3 +50,17 @@ def no_sync() -> Callable[[], AbstractContextManager[None]]:
             yield
 
     return guard
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Uploads without a pinned allocator, and what was asked of it; the meta device stands for one that is far."""
+    upload, asked = importlib.import_module("portable.upload"), []
+    stage = upload.stage
+
+    def without(arrays: object, *, pin_memory: bool) -> object:
+        asked.append(pin_memory)
+        return stage(arrays, pin_memory=False)
+
+    monkeypatch.setattr(upload, "stage", without)
+    return asked

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable import Batch
-from portable import upload as module
 from portable.upload import ALIGNMENT, stage, upload
 
 DTYPES = (np.int32, np.int64, np.bool_, np.float32, np.uint8)
@@ -62,19 +61,6 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def unpinned(monkeypatch):
-    """Staging without a pinned allocator, and how often it is asked for; the meta device stands for one that is far."""
-    pinned = []
-
-    def without(given_arrays, *, pin_memory):
-        pinned.append(pin_memory)
-        return stage(given_arrays, pin_memory=False)
-
-    monkeypatch.setattr(module, "stage", without)
-    return pinned
 
 
 def test_all_arrays_travel_in_one_copy_of_one_pinned_block(unpinned):

@@ -513,3 +513,34 @@ def test_variants_change_nothing_of_the_step(case):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     twins = (batch.query_lens, batch.host_seq_lens, batch.host_cu_seqlens_q)
     assert all((a == b).all() for a, b in zip(host, twins, strict=True))
+
+
+def test_variants_read_nothing_of_a_device(unpinned):
+    """On the meta device there is nothing to read: asking for a value is an error."""
+    table = torch.zeros(3, 8, dtype=torch.int32, device="meta")
+    step = Batch.from_lens([1, 4, 3], [9, 12, 3], block_table=table, page_size=4)
+    far = {
+        "local": local(step, 8),
+        "regathered": local(step, 8).with_group(table, None, 4),
+        "cross": cross(step, np.array([3, 0, 7]), table, 4),
+        "encoder": encoder(np.array([3, 0, 7]), table, 4, first=np.array([True, False, True])),
+        "draft": draft(step, 1),
+        "verify": verify(step, np.array([1, 2, 3])),
+        "shard": shard(step, 2, 1, table, 4),
+        "trim": trim(step, 3),
+        "pad": unpad(pad(step, 8, 16)),
+    }
+    nodes = torch.zeros(3, 4, dtype=torch.int64, device="meta")
+    several = Batch.from_lens([1, 4], [9, 12], block_table=table[:2], page_size=4)
+    parts = [*tree(step, nodes, nodes, depth=2).batches, *prefix(several, 8).batches]
+    for batch in (*far.values(), *parts):
+        assert batch.device.type == "meta" and batch.block_table.device.type == "meta"
+    assert not parts[1].exact  # depths of a tree on a device are bounds
+
+
+def test_variants_start_one_upload_each(unpinned):
+    step = Batch.from_lens([1], [9], block_table=torch.zeros(1, 8, dtype=torch.int32, device="meta"), page_size=4)
+    for derive in (lambda: local(step, 8), lambda: draft(step, 0), lambda: verify(step, 1), lambda: trim(step, 2)):
+        unpinned.clear()
+        derive()
+        assert unpinned == [True]
