@@ -32,6 +32,7 @@ class Block:
     causal: bool  # Sq == Sk and causal, without a bias
     distance: torch.Tensor | None  # [n, 1, Sq, Sk] positions between query and key, for ALiBi
     empty: torch.Tensor | None  # [n, Sq] rows that see no key
+    reach: tuple[int, int] | None  # the least and greatest of `keys`, known on a CPU
 
 
 def prepare(segment: Segment, layer: Layer) -> tuple[Block, ...]:
@@ -101,7 +102,9 @@ def _block(
         distance = (query - key).abs().to(layer.dtype) if layer.alibi else None
         if (host_q > host_s).any() or not segment.exact:
             empty = ~visible.any(-1)[:, 0]
-    return Block(queries, keys.reshape(-1), (len(rows), sq, span), bias, square and bias is None, distance, empty)
+    flat = keys.reshape(-1)
+    reach = (int(flat.numpy().min()), int(flat.numpy().max())) if device.type == "cpu" else None
+    return Block(queries, flat, (len(rows), sq, span), bias, square and bias is None, distance, empty, reach)
 
 
 def attend(
@@ -117,7 +120,12 @@ def attend(
     assert kv.v is not None
     if (segment.host_seq_lens == 0).any():
         out.zero_()
+    rows_of_kv = len(kv.k) * (segment.page_size if segment.block_table is not None else 1)
     for block in segment.prepared:
+        if block.reach is not None and not 0 <= block.reach[0] <= block.reach[1] < rows_of_kv:
+            raise ValueError(
+                f"block_table reaches slots {block.reach[0]} to {block.reach[1]}; the cache has {rows_of_kv}"
+            )
         n, sq, sk = block.shape
         whole = n * sq == len(q)
         rows = q if whole else q[block.queries]
@@ -190,6 +198,8 @@ def cache_write(
     slots = slot_mapping.long()
     live = (slots >= 0) & (slots < num_pages * page_size)
     if slots.device.type == "cpu":  # where looking costs no sync, and most of the work is saved
+        if (slots >= num_pages * page_size).any():
+            raise ValueError(f"slot_mapping holds {int(slots.max())}; the cache has {num_pages * page_size} slots")
         tokens = slice(None) if live.all() else live.nonzero()[:, 0]
         pages, offsets = slots[tokens] // page_size, slots[tokens] % page_size
         for new, cache in ((k, kv.k), (v, kv.v)):

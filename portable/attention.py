@@ -151,11 +151,15 @@ class Attention:
 
         Raises:
             ValueError: the step is larger than this object was made for, on another device, or of another page size.
-            UnsupportedError: parts of a layer whose mask depends on positions.
+            UnsupportedError: parts, a shard or a cross step, for a layer whose mask depends on positions.
         """
         parts = step.batches if isinstance(step, Parts) else (step,)
-        if len(parts) > 1 and (self.layer.window != (None, None) or self.layer.alibi or self.layer.chunk):
-            raise UnsupportedError("parts of a layer with a window, ALiBi or chunks: their masks need whole sequences")
+        if any(not part.self_attention for part in parts) and (
+            self.layer.window != (None, None) or self.layer.alibi or self.layer.chunk is not None
+        ):
+            raise UnsupportedError("keys that are not a whole sequence, for a layer with a window, ALiBi or chunks")
+        if parts[0].block_table is None:
+            parts[0].needs_exact("attention over contiguous K/V")
         self._check(parts[0])
         if self.layer.chunk is not None:
             parts = (local(parts[0], self.layer.chunk),)
@@ -199,11 +203,15 @@ class Attention:
         """
         self._check_current(plan)
         layer = self.layer
+        if (k is None) != (v is None):
+            raise ValueError(f"{'k' if k is None else 'v'} is None; k and v come together")
         if out is None:
             out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.empty((layer.num_heads, q.shape[0]), dtype=torch.float32, device=q.device)
+        if cache is not None and not isinstance(cache, tuple):
+            raise ValueError(f"cache is a {type(cache).__name__}; it must be the pair of K and V pages")
         k_cache, v_cache = (None, None) if cache is None else cache
         ops.attend(q, k_cache, v_cache, k, v, *tensors, out, lse, plan.handle)
         return AttnOut(out, lse)

@@ -11,11 +11,13 @@ import torch
 from portable.lengths import (
     Int32,
     Lens,
+    as_array,
     as_lens,
     as_table,
     check_integers,
     check_lens,
     check_page_size,
+    check_pages,
     check_table,
     check_tensor,
     new_positions,
@@ -104,17 +106,11 @@ class Batch:
             table = block_table.to(device=device, dtype=torch.int32)
             slots = slots_of(table, r, p, page_size)
         else:
-            host = np.asarray(block_table)
-            check_table(host, q, s, page_size)
-            host = as_table(host)
-            requests, positions = new_positions(q, s)
-            new_slots = slots_of(host, requests, positions, page_size)
-            if new_slots.size and new_slots.min() < 0:
-                token = int(new_slots.argmin())
-                row, column = int(requests[token]), int(positions[token]) // page_size
-                raise ValueError(
-                    f"row {row}: block_table[{row}, {column}] is {host[row, column]}; a live page id is 0 or more"
-                )
+            given = as_array("block_table", block_table)
+            check_table(given, q, s, page_size)
+            host = as_table(given)
+            check_pages(host, s, page_size)
+            new_slots = slots_of(host, *new_positions(q, s), page_size)
             cu_device, s_device, table, slots = upload((cu, s, host, new_slots), device)
         return cls._of(q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True)
 
@@ -227,6 +223,13 @@ class Batch:
         columns = int((start + s).max(initial=0))
         if req_to_token.dim() != 2 or req_to_token.shape[1] < columns:
             raise ValueError(f"req_to_token has shape {list(req_to_token.shape)}; a row needs {columns} columns")
+        if req_to_token.device.type == "cpu" and q.size:
+            chosen = rows.numpy()
+            if chosen.min() < 0 or chosen.max() >= len(req_to_token):
+                row = int(((chosen < 0) | (chosen >= len(req_to_token))).argmax())
+                raise ValueError(
+                    f"row {row}: rows is {chosen[row]}; req_to_token has rows 0 to {len(req_to_token) - 1}"
+                )
         cu = cu_from_lens(q)
         requests, positions = new_positions(q, s)
         cu_device, s_device, r, p, offset = upload(
@@ -235,6 +238,9 @@ class Batch:
         width = cdiv(int(s.max(initial=0)), page_size)
         table = page_table_from_tokens(req_to_token, rows, s_device, page_size, width, offset)
         slots = req_to_token[rows.long()[r.long()], p.long()].long()
+        if slots.device.type == "cpu" and slots.numel() and slots.numpy().min() < 0:
+            token = int(slots.numpy().argmin())
+            raise ValueError(f"row {requests[token]}: req_to_token holds slot {slots.numpy()[token]} for a new token")
         return cls._of(q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True)
 
     @classmethod
@@ -253,6 +259,10 @@ class Batch:
         *,
         exact: bool,
     ) -> Batch:
+        if isinstance(causal, np.bool_):
+            causal = bool(causal)
+        if not isinstance(causal, bool | torch.Tensor):
+            raise ValueError(f"causal is {causal!r}; it must be a bool, or a [{q.size}] bool tensor")
         if isinstance(causal, torch.Tensor) and (causal.shape != (q.size,) or causal.dtype != torch.bool):
             raise ValueError(
                 f"causal has shape {list(causal.shape)} and dtype {causal.dtype}; a tensor must be [{q.size}] bool"

@@ -42,19 +42,15 @@ def check_run(
             if not wanted:
                 raise ValueError(f"tensors.{name} is given, but the layer has {name}=False; build the layer with it")
             _like(f"tensors.{name}", tensor, (heads,), None, batch.device)
-    for name in ("k_scale", "v_scale", "q_scale"):
-        scale: torch.Tensor | None = getattr(tensors, name)
-        if scale is not None and scale.numel() not in (1, layer.num_kv_heads):
-            raise ValueError(
-                f"tensors.{name} has {scale.numel()} elements; it is a scalar or one per KV head ({layer.num_kv_heads})"
-            )
+    _check_scales(layer, tensors, batch.device)
 
 
-def check_write(layer: Layer, parts: tuple[Batch, ...], new: KV, kv: KV) -> None:
+def check_write(layer: Layer, parts: tuple[Batch, ...], new: KV, kv: KV, tensors: LayerTensors) -> None:
     """Raise a ValueError unless the new tokens fit the layer, the batch and the pages."""
     batch = parts[0]
     _check_new(layer, new, batch.padded_tokens, batch.device)
     check_cache(layer, kv, batch)
+    _check_scales(layer, tensors, batch.device)
 
 
 def check_cache(layer: Layer, kv: KV, batch: Batch) -> None:
@@ -71,6 +67,17 @@ def check_cache(layer: Layer, kv: KV, batch: Batch) -> None:
             raise ValueError(
                 f"cache {name} has a last stride of {tensor.stride(-1)}; elements of a head are contiguous"
             )
+
+
+def _check_scales(layer: Layer, tensors: LayerTensors, device: torch.device) -> None:
+    for name in ("k_scale", "v_scale", "q_scale"):
+        scale: torch.Tensor | None = getattr(tensors, name)
+        if scale is not None and scale.numel() not in (1, layer.num_kv_heads):
+            raise ValueError(
+                f"tensors.{name} has {scale.numel()} elements; it is a scalar or one per KV head ({layer.num_kv_heads})"
+            )
+        if scale is not None and scale.device != device:
+            raise ValueError(f"tensors.{name} is on {scale.device}; the batch is on {device}")
 
 
 def _check_new(layer: Layer, new: KV, tokens: int, device: torch.device) -> None:

@@ -60,7 +60,8 @@ class Sampling:
         if not self.temperature:
             greedy: list[int] = logits.argmax(-1).tolist()
             return greedy
-        chances = (logits.float() / self.temperature).softmax(-1)
+        logits = logits.float()
+        chances = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)  # finite at any temperature
         drawn = [torch.multinomial(row, 1, generator=self._generator(request, row.device))
                  for row, request in zip(chances, requests, strict=True)]  # fmt: skip
         tokens: list[int] = torch.cat(drawn).tolist()
@@ -106,6 +107,7 @@ class Engine:
         self.model = model
         self.device: torch.device = model.device
         self.layers = tuple(layers)
+        self.caches = allocate_caches(self.layers, num_pages, page_size, self.device)
         self.scheduler = Scheduler(
             num_pages=num_pages,
             page_size=page_size,
@@ -125,7 +127,6 @@ class Engine:
             )
             for layer in dict.fromkeys(self.layers)
         }
-        self.caches = [allocate_cache(layer, num_pages, page_size, self.device) for layer in self.layers]
         self.stats = Stats()
 
     def generate(
@@ -220,6 +221,20 @@ class Engine:
             return attention.run(call.q, cache, plan, k=call.k, v=call.v, tensors=tensors).out
 
         return answer
+
+
+def allocate_caches(layers: Sequence[Layer], num_pages: int, page_size: int, device: torch.device | str) -> list[KV]:
+    """The pages of each layer, or a ValueError that says how much they would take."""
+    try:
+        return [allocate_cache(layer, num_pages, page_size, device) for layer in layers]
+    except (MemoryError, RuntimeError) as error:
+        bytes_each = sum(
+            layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * layer.kv_dtype.itemsize for layer in layers
+        )
+        raise ValueError(
+            f"num_pages {num_pages} of page_size {page_size} take {num_pages * page_size * bytes_each >> 30} GiB, "
+            f"which {device} does not have; ask for fewer or smaller pages"
+        ) from error
 
 
 def enough_pages(

@@ -112,6 +112,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if args.seed >= 2**62:
+        raise ValueError(f"--seed is {args.seed}; it must be below 2**62")
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise ValueError(f"--temperature is {args.temperature}; it must be finite and at least 0, which is greedy")
     if args.check and args.temperature:
@@ -127,6 +129,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             prompts += _lines(Path(args.prompts_file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts-file {args.prompts_file} cannot be read: {models.one_line(error)}") from error
+    for index, prompt in enumerate(prompts):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ValueError(f"prompt {index} is not valid UTF-8; give it as text, or in a --prompts-file")
     if not prompts:
         raise ValueError("there are no prompts; give --prompt TEXT, or --prompts-file FILE with one per line")
     return prompts

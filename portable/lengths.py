@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ MAX_INT32 = int(np.iinfo(np.int32).max)
 
 def as_lens(name: str, values: npt.ArrayLike) -> Int32:
     """A fresh [B] int32 array of non-negative numbers, or a ValueError naming the row."""
-    lens = np.asarray(values)
+    lens = as_array(name, values)
     if lens.ndim != 1:
         raise ValueError(f"{name} has shape {list(lens.shape)}; it must be [B]")
     if lens.size:
@@ -66,6 +67,18 @@ def check_table(table: IntArray | torch.Tensor, query_lens: Int32, seq_lens: Int
         )
 
 
+def check_pages(table: Int32, seq_lens: Int32, page_size: int) -> None:
+    """Raise a ValueError unless the page ids that the sequences reach are 0 or more; behind them anything may stand."""
+    if not table.size or table.min() >= 0:
+        return
+    live = np.arange(table.shape[1]) * page_size < seq_lens[:, None]
+    if (bad := live & (table < 0)).any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"row {row}: block_table[{row}, {column}] is {table[row, column]}; a live page id is 0 or more"
+        )
+
+
 def check_integers(name: str, values: npt.NDArray[np.generic] | torch.Tensor) -> None:
     """Raise a ValueError unless an array or tensor holds integers."""
     if isinstance(values, torch.Tensor):
@@ -74,6 +87,14 @@ def check_integers(name: str, values: npt.NDArray[np.generic] | torch.Tensor) ->
         integers = np.issubdtype(values.dtype, np.integer)
     if not integers:
         raise ValueError(f"{name} has dtype {values.dtype}; it must hold integers")
+
+
+def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """A numpy array, or a ValueError naming the argument where the rows differ in length."""
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is ragged; its rows must be equally long") from error
 
 
 def as_table(values: npt.NDArray[np.integer]) -> Int32:

@@ -58,11 +58,11 @@ def load_config(path: Path | str) -> Any:
         raise ModelError(f"model folder {path} has no config.json; give the folder of a transformers model")
     try:
         config = transformers().AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        refuse_config(config)
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{path / 'config.json'} cannot be read: {one_line(error)}") from error
-    refuse_config(config)
+        raise ModelError(f"{path / 'config.json'} is not a usable config: {one_line(error)}") from error
     return config
 
 
@@ -164,9 +164,11 @@ def context_length(config: Any) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type."""
+    """The first line of an error's message, with the next where it ends in a colon; its type where there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def refuse_config(config: Any) -> None:

@@ -77,7 +77,7 @@ def _attend(
 ) -> None:
     cache = None if k_cache is None else KV(k_cache, v_cache)
     new = None if k is None else KV(k, v)
-    with _on_device_of(q):
+    with torch.no_grad(), _on_device_of(q):  # else the cache would keep the graph of every step alive
         _slot(handle).attend(q, cache, new, LayerTensors(sinks, alibi, k_scale, v_scale, q_scale), out, lse)
 
 
@@ -93,7 +93,7 @@ def _cache_write(
     q_scale: Optional,
     handle: int,
 ) -> None:
-    with _on_device_of(k):
+    with torch.no_grad(), _on_device_of(k):
         _slot(handle).write(KV(k, v), KV(k_cache, v_cache), LayerTensors(sinks, alibi, k_scale, v_scale, q_scale))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from portable.batch import Batch
 from portable.layer import UnsupportedError
+from portable.lengths import check_integers
 from portable.ragged import cdiv, cu_from_lens
 from portable.upload import upload
 from portable.view import View
@@ -138,6 +139,8 @@ def tree(batch: Batch, parents: torch.Tensor, slots: torch.Tensor, depth: int) -
         raise ValueError(
             f"parents has shape {list(parents.shape)} and slots {list(slots.shape)}; both must be [{rows}, N]"
         )
+    for name, tensor in (("parents", parents), ("slots", slots)):
+        check_integers(name, tensor)
     width = parents.shape[1]
     if not 1 <= depth <= max(1, width):
         raise ValueError(f"depth is {depth}; a tree of {width} nodes has 1 to {width} levels")
@@ -146,6 +149,11 @@ def tree(batch: Batch, parents: torch.Tensor, slots: torch.Tensor, depth: int) -
         row, node = (int(i) for i in bad.nonzero()[0])
         raise ValueError(f"row {row}: parent {int(parents[row, node])} of node {node} does not stand before it")
     live = batch.query_lens > 0
+    if slots.device.type == "cpu" and (slots.numpy()[live] < 0).any():
+        row = int(((slots.numpy() < 0).any(1) & live).argmax())
+        raise ValueError(
+            f"row {row}: slots holds {slots.numpy()[row].min()}; each node is written to a slot of its own"
+        )
     query_lens = np.where(live, width, 0).astype(np.int32)
     cu = cu_from_lens(query_lens)
     num_nodes = int(cu[-1])

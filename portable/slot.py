@@ -94,7 +94,7 @@ class Slot:
         step = self.plan.batch
         if self.plan.write is None or step.slot_mapping is None:
             raise ValueError("the plan writes nothing: its batch has no slot_mapping, which block_table brings")
-        check_write(self.layer, self.plan.parts, new, kv)
+        check_write(self.layer, self.plan.parts, new, kv, tensors)
         if step.num_tokens:
             self.plan.write.run(new.k, new.v, kv, step.slot_mapping, self.layer, tensors)
 

@@ -58,6 +58,10 @@ def local(batch: Batch, chunk: int) -> Batch:
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
     batch.needs_exact("local attention")
+    if not batch.self_attention or batch.view is not None:
+        raise UnsupportedError(
+            "local attention of a derived step: its positions are not the sequence's; take local first"
+        )
     if batch.block_table is not None and chunk % batch.page_size:
         raise UnsupportedError(
             f"chunk {chunk} is not a multiple of page_size {batch.page_size}; a chunk inside a page has no table"
@@ -207,7 +211,7 @@ def verify(batch: Batch, num_draft: int | IntArray) -> Batch:
 
 def _grown(batch: Batch, query_lens: Int32, added: Int32) -> Batch:
     """Sequences longer by `added`, whose last `query_lens` tokens are the new ones; lengths may be bounds."""
-    if batch.view is not None:
+    if batch.view is not None or not batch.self_attention:
         raise UnsupportedError("drafting behind a derived step: derive from the draft step instead")
     table, cu = batch.block_table, cu_from_lens(query_lens)
     seq_lens = batch.host_seq_lens + added
@@ -330,6 +334,8 @@ def dead_pages(batch: Batch, left: int) -> npt.NDArray[np.int64]:
     if left < 0:
         raise ValueError(f"left is {left}; it counts keys before the query, so it is at least 0")
     batch.needs_exact("the trimming of pages")
+    if not batch.self_attention:
+        raise UnsupportedError("trimming a step whose keys are not its own tokens: they have no window behind them")
     dead: npt.NDArray[np.int64] = np.maximum(0, batch.context_lens.astype(np.int64) - left) // batch.page_size
     return dead
 

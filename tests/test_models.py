@@ -120,10 +120,10 @@ def test_folders_that_lack_something_are_refused_with_the_remedy(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         models.load_config(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config\.json is not a usable config"):
         models.load_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}), encoding="utf-8")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read: .*abacus"):
+    with pytest.raises(ModelError, match=r"config\.json is not a usable config: .*abacus"):
         models.load_config(tmp_path)
 
 

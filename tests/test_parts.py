@@ -169,7 +169,7 @@ def test_parts_need_a_mask_without_positions():
     batch = Batch.from_lens([1], [7], block_table=[[4, 2]], page_size=4)
     parts = prefix(batch, 4)
     for kwargs in (dict(window=3), dict(alibi=True), dict(chunk=4)):
-        with pytest.raises(UnsupportedError, match="masks need whole sequences"):
+        with pytest.raises(UnsupportedError, match="not a whole sequence"):
             Attention(make_layer(**kwargs), page_size=4, device="cpu").plan(parts)
 
 
