@@ -18,11 +18,13 @@ log=$venv/setup.log
 stamp=$venv/portable.stamp
 
 find_python() {
-    local found="" name
-    for name in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
+    local found="" name names="python3 python3.13 python3.12 python3.11 python3.10"
+    for name in ${PYTHON:-$names}; do
         "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && base=$name && return
-        [ -n "$found" ] || found=$("$name" --version 2>/dev/null || true)
+        [ -n "$found" ] || found=$("$name" --version 2>/dev/null | head -n 1 || true)
     done
+    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not Python 3.10 or newer; it says: ${found:-nothing}." \
+        "Name another interpreter, or leave PYTHON unset."
     fail "Python 3.10 or newer is needed; found: ${found:-none}." \
         "Install one (on Debian and Ubuntu: apt-get install python3 python3-venv), or name it: PYTHON=/path/to/python $0"
 }
@@ -30,6 +32,7 @@ find_python() {
 # Free disk of at least $1 GB where the environment goes.
 need_disk() {
     local free
+    mkdir -p "$(dirname "$venv")" || fail "$(dirname "$venv") cannot be made." "Name another folder: PORTABLE_VENV=/path $0"
     free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1000000) }')
     ((free >= $1)) || fail "$1 GB of free disk are needed for the virtual environment; $(dirname "$venv") has $free GB." \
         "Free some space, or put it elsewhere: PORTABLE_VENV=/path/to/folder $0"
@@ -37,14 +40,15 @@ need_disk() {
 
 # pip with its own configuration (indexes, find-links, constraints), quiet but for failures.
 pip_install() {
+    printf '\n# pip install %s\n' "$*" >>"$log"
     "$python" -m pip --no-input --disable-pip-version-check install --progress-bar off "$@" >>"$log" 2>&1
 }
 no_answer() { # whether the last pip_install failed for want of a network
-    tail -n 30 "$log" | grep -qiE 'connection (broken|refused|reset)|timed out|name resolution|network is unreachable'
+    awk '/^# pip install/ { text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$log" | grep -qiE 'connection (broken|refused|reset)|timed out|name resolution|network is unreachable'
 }
 pip_failed() {
     no_answer && fail "no package index answered, so pip could not install $1." \
-        "Check the network, or the indexes that 'pip config list' shows; pip's output is in $log."
+        "Check the network, or pip's settings ($python -m pip config list); pip's output is in $log."
     tail -n 15 "$log" >&2
     fail "pip could not install $1; its last lines are above, all of them in $log."
 }
@@ -64,7 +68,7 @@ make_venv() {
     else
         need_disk 4
     fi
-    if [ -e "$venv" ]; then # of another Python or torch, or not finished
+    if [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then # of another Python or torch, or not finished
         [ -e "$log" ] || fail "$venv was not made by this script, which would have to empty it." \
             "Name a folder that does not exist yet: PORTABLE_VENV=/path/to/folder $0"
         options+=" --clear"

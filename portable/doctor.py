@@ -227,7 +227,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _environment_rows(environment: Mapping[str, Mapping[str, str | None]]) -> list[tuple[str, str]]:
-    return [(name, f"{e['value']!r}: {e['meaning']}") for name, e in environment.items() if e["value"] is not None]
+    return [
+        (name, f"{'unset' if e['value'] is None else repr(e['value'])}: {e['meaning']}")
+        for name, e in environment.items()
+    ]
 
 
 def _verdict(name: str, package: Mapping[str, Any]) -> tuple[str, ...]:
