@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from portable.lengths import (
+    MAX_INT32,
     Int32,
     Lens,
     as_array,
@@ -166,6 +167,8 @@ class Batch:
         check_lens(q, s, page_size)
         if block_table is not None:
             check_table(block_table, q, s, page_size)
+        if block_table is not None and block_table.device.type == "cpu":
+            check_pages(block_table.numpy(), s, page_size)
         if slot_mapping is not None and slot_mapping.numel() < cu[-1]:
             raise ValueError(f"slot_mapping has {slot_mapping.numel()} rows; the batch has {cu[-1]} new tokens")
         batch = cls._of(
@@ -238,6 +241,8 @@ class Batch:
         width = cdiv(int(s.max(initial=0)), page_size)
         table = page_table_from_tokens(req_to_token, rows, s_device, page_size, width, offset)
         slots = req_to_token[rows.long()[r.long()], p.long()].long()
+        if slots.device.type == "cpu" and slots.numel() and slots.numpy().max() // page_size > MAX_INT32:
+            raise ValueError(f"req_to_token holds slot {slots.numpy().max()}; page ids are int32")
         if slots.device.type == "cpu" and slots.numel() and slots.numpy().min() < 0:
             token = int(slots.numpy().argmin())
             raise ValueError(f"row {requests[token]}: req_to_token holds slot {slots.numpy()[token]} for a new token")
@@ -298,6 +303,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.seq_lens.device
 
     @property

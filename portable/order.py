@@ -46,6 +46,19 @@ def kinds(
     return kind
 
 
+def decode_threshold(num_draft: int = 0, *, shards: int = 1, varlen: bool = True) -> int:
+    """New tokens up to which a request decodes: itself and its drafts to verify.
+
+    Over a context shared among ranks, only a kernel that takes several new tokens per request keeps them together.
+
+    >>> decode_threshold(), decode_threshold(3), decode_threshold(3, shards=2, varlen=False)
+    (1, 4, 1)
+    """
+    if num_draft < 0 or shards < 1:
+        raise ValueError(f"num_draft is {num_draft} and shards {shards}; they are at least 0 and 1")
+    return 1 if shards > 1 and not varlen else 1 + num_draft
+
+
 def order(
     query_lens: IntArray,
     context_lens: IntArray,

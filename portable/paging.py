@@ -108,6 +108,8 @@ class PageCsr:
             return PageCsr(indptr, torch.zeros_like(row, dtype=torch.int32), torch.zeros_like(lens), 1)
         page = self.indices[(self.indptr[row].long() + position // self.page_size).clamp(max=len(self.indices) - 1)]
         slots = page.long() * self.page_size + position % self.page_size
+        if slots.device.type == "cpu" and slots.numel() and (most := int(slots.numpy().max())) >= 2**31:
+            raise ValueError(f"slot {most} does not fit int32 indices; keep pages of {self.page_size} tokens")
         return PageCsr(indptr, torch.where(live, slots, 0).to(torch.int32), (lens > 0).to(torch.int32), 1)
 
 
@@ -152,3 +154,13 @@ def table_width(max_seq_len: int, page_size: int, num_draft: int = 0) -> int:
     (512, 513)
     """
     return cdiv(max_seq_len + num_draft, page_size)
+
+
+def pages_of(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The pages of a run of slots [n], each once, in the order of their first slot; on the host's tensors.
+
+    >>> pages_of(torch.tensor([7, 16, 17]), page_size=4).tolist()
+    [1, 4]
+    """
+    pages: torch.Tensor = torch.unique_consecutive(slots // page_size)
+    return pages

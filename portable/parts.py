@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from portable.batch import Batch
 from portable.layer import UnsupportedError
-from portable.lengths import check_integers
+from portable.lengths import MAX_INT32, Int32, check_integers
 from portable.ragged import cdiv, cu_from_lens
 from portable.upload import upload
 from portable.view import View
@@ -38,7 +39,8 @@ def prefix(batch: Batch, length: int) -> Parts:
         length: tokens of the prefix: whole pages, inside every context.
 
     Raises:
-        ValueError: the prefix is not in whole pages, or a request's context or pages do not hold it.
+        ValueError: the prefix is not in whole pages, a request's context does not hold it, or (where the table is on
+            the CPU) its pages are others.
 
     >>> table = np.array([[3, 7, 1], [3, 7, 2]])
     >>> shared, own = prefix(Batch.from_lens([1, 1], [10, 9], block_table=table, page_size=4), 8).batches
@@ -63,25 +65,12 @@ def prefix(batch: Batch, length: int) -> Parts:
             row = int(np.flatnonzero(live)[int(other.int().argmax())])
             raise ValueError(f"row {row}: its first {pages} pages are not those of row {int(live.argmax())}")
     lens = np.where(live, batch.host_seq_lens - length, 0).astype(np.int32)
-    longest = int(lens.max(initial=0))
-    view = View(
-        rows=np.arange(lens.size), first_page=np.full(lens.size, pages), width=max(1, cdiv(longest, batch.page_size))
-    )
+    own = without_leading(batch, np.full(lens.size, pages), lens)
     leader = np.array([int(live.argmax()) if live.any() else 0])
     shared_q = np.array([batch.num_tokens], np.int32)
     shared_s = np.array([length if live.any() else 0], np.int32)
     cu = cu_from_lens(shared_q)
-    rows, first_page, lens_device, cu_device, s_device, leader_device = upload(
-        (view.rows, view.first_page, lens, cu, shared_s, leader), batch.device
-    )
-    own = replace(
-        batch,
-        seq_lens=lens_device,
-        block_table=view.pick(batch.block_table, rows, first_page),
-        host_seq_lens=lens,
-        max_seq_len=longest,
-        view=view if batch.view is None else batch.view.then(view),
-    )
+    cu_device, s_device, leader_device = upload((cu, shared_s, leader), batch.device)
     shared = replace(
         batch,
         cu_seqlens_q=cu_device,
@@ -100,6 +89,22 @@ def prefix(batch: Batch, length: int) -> Parts:
         view=None,
     )
     return Parts((shared, own))
+
+
+def without_leading(batch: Batch, pages: npt.NDArray[np.int64], lens: Int32) -> Batch:
+    """The step without each row's first `pages` [B] pages, its sequences as long as `lens` [B]."""
+    assert batch.block_table is not None
+    longest = int(lens.max(initial=0))
+    view = View(rows=np.arange(lens.size), first_page=pages, width=max(1, cdiv(longest, batch.page_size)))
+    rows, first_page, lens_device = upload((view.rows, pages, lens), batch.device)
+    return replace(
+        batch,
+        seq_lens=lens_device,
+        block_table=view.pick(batch.block_table, rows, first_page),
+        host_seq_lens=lens,
+        max_seq_len=longest,
+        view=view if batch.view is None else batch.view.then(view),
+    )
 
 
 def prefix_pays(batch: Batch, length: int) -> bool:
@@ -148,6 +153,8 @@ def tree(batch: Batch, parents: torch.Tensor, slots: torch.Tensor, depth: int) -
     if on_host and (bad := (parents < -1) | (parents >= torch.arange(width))).any():
         row, node = (int(i) for i in bad.nonzero()[0])
         raise ValueError(f"row {row}: parent {int(parents[row, node])} of node {node} does not stand before it")
+    if slots.device.type == "cpu" and slots.numel() and (most := int(slots.numpy().max())) > MAX_INT32:
+        raise ValueError(f"slots holds {most}; block tables are int32, so a slot of a tree is at most 2**31 - 1")
     live = batch.query_lens > 0
     if slots.device.type == "cpu" and (slots.numpy()[live] < 0).any():
         row = int(((slots.numpy() < 0).any(1) & live).argmax())

@@ -13,10 +13,10 @@ import torch
 
 from portable.batch import Batch
 from portable.layer import UnsupportedError
-from portable.lengths import Int32, as_lens, check_lens, check_table
+from portable.lengths import Int32, as_lens, check_lens, check_page_size, check_table, check_tensor
 from portable.paging import PAD_SLOT, slot_mapping
-from portable.parts import Parts, prefix, prefix_pays, tree
-from portable.ragged import IntArray, cdiv, cu_from_lens, ragged_arange
+from portable.parts import Parts, prefix, prefix_pays, tree, without_leading
+from portable.ragged import IntArray, cu_from_lens, ragged_arange
 from portable.upload import upload
 from portable.view import View
 
@@ -144,6 +144,8 @@ def cross(batch: Batch, encoder_lens: IntArray, block_table: torch.Tensor, page_
     lens = as_lens("encoder_lens", encoder_lens)
     if lens.size != batch.padded_reqs:
         raise ValueError(f"encoder_lens has {lens.size} rows; the step has {batch.padded_reqs}")
+    check_page_size(page_size)
+    check_tensor("block_table", block_table, torch.int32, (None, None), batch.device)
     check_table(block_table, batch.query_lens, lens, page_size)
     (lens_device,) = upload((lens,), batch.device)
     return replace(
@@ -195,7 +197,7 @@ def draft(batch: Batch, step: int) -> Batch:
 
 
 def verify(batch: Batch, num_draft: int | IntArray) -> Batch:
-    """The drafted tokens behind a step, verified together: `num_draft` new tokens, for all live requests or each.
+    """The drafted tokens behind a step, verified together: `num_draft` new tokens, an int or [B], per live request.
 
     Raises:
         ValueError: fewer than 0 tokens, or a block table too narrow for them.
@@ -204,6 +206,10 @@ def verify(batch: Batch, num_draft: int | IntArray) -> Batch:
     >>> verify(batch, np.array([2, 1])).slot_mapping.tolist()
     [11, 36, 7]
     """
+    if np.ndim(num_draft) and np.shape(num_draft) != batch.query_lens.shape:
+        raise ValueError(
+            f"num_draft has shape {list(np.shape(num_draft))}; it must be [{batch.padded_reqs}], or an int"
+        )
     added = as_lens("num_draft", np.broadcast_to(num_draft, batch.query_lens.shape))
     added = np.where(batch.query_lens > 0, added, 0).astype(np.int32)
     return _grown(batch, added, added)
@@ -241,7 +247,7 @@ def _grown(batch: Batch, query_lens: Int32, added: Int32) -> Batch:
 
 
 def shard_lens(lens: IntArray, world: int, rank: int, interleave: int = 1) -> npt.NDArray[np.int64]:
-    """How many of each sequence's tokens a rank holds, where blocks of `interleave` tokens go round the ranks.
+    """[B] tokens of each sequence that a rank holds, where blocks of `interleave` tokens go round the ranks.
 
     >>> [shard_lens(np.array([5, 8]), world=2, rank=r, interleave=2).tolist() for r in (0, 1)]
     [[3, 4], [2, 4]]
@@ -280,6 +286,8 @@ def shard(batch: Batch, world: int, rank: int, block_table: torch.Tensor, page_s
         raise UnsupportedError(
             "a shard is made of the step itself: shard first, or give the rank its own cross lengths"
         )
+    check_page_size(page_size)
+    check_tensor("block_table", block_table, torch.int32, (None, None), batch.device)
     whole = shard_lens(batch.host_seq_lens, world, rank, interleave).astype(np.int32)
     check_table(block_table, batch.query_lens, whole, page_size)
     requests, new = ragged_arange(batch.query_lens)
@@ -353,14 +361,4 @@ def trim(batch: Batch, left: int) -> Batch:
     if batch.block_table is None:
         raise ValueError("the step has no block_table, so there are no pages to trim")
     lens = (batch.host_seq_lens - dead * batch.page_size).astype(np.int32)
-    longest = int(lens.max(initial=0))
-    view = View(rows=np.arange(dead.size), first_page=dead, width=max(1, cdiv(longest, batch.page_size)))
-    rows, first_page, lens_device = upload((view.rows, dead, lens), batch.device)
-    return replace(
-        batch,
-        seq_lens=lens_device,
-        block_table=view.pick(batch.block_table, rows, first_page),
-        host_seq_lens=lens,
-        max_seq_len=longest,
-        view=view if batch.view is None else batch.view.then(view),
-    )
+    return without_leading(batch, dead, lens)

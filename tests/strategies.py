@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn, ordered: bool = False, max_reqs: int = 6, max_len: in
     )
     if ordered:
         rows.sort(key=lambda row: (0 if row[0] <= 1 else 1) if row[1] > row[0] else 2)
-    page_size = draw(st.sampled_from([1, 2, 3, 8, 16]))
+    page_size = draw(st.sampled_from([1, 2, 3, 8, 16, 64]))
     need = [-(-s // page_size) for _, s in rows]
     width = max(need, default=0) + draw(st.integers(0, 2))
     num_pages = sum(need) + 3

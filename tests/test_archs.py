@@ -112,3 +112,13 @@ def test_every_vendor_orders_every_operation_with_the_reference_last():
         assert set(vendor.ORDER) == {op.value for op in Op}
         assert all(providers[-1] == "reference" for providers in vendor.ORDER.values())
         assert {vendor.ORDER[op] for op in Op}  # an Op looks its own name up
+
+
+def test_the_tables_hold_the_devices_of_this_field():
+    archs = (
+        "gfx90a gfx942 gfx950 gfx1100 gfx1101 gfx1151 gfx1200 gfx1201 sm80 sm86 sm89 sm90 sm100 sm120 x86_64 aarch64"
+    )
+    products = "MI300X MI300A MI308X MI325X MI350X MI355X MI250X H100 H200 B200 A100"
+    known = vendors({"PORTABLE_PLUGINS": ""}).values()
+    assert set(archs.split()) <= {name for vendor in known for name in vendor.ARCHS}
+    assert set(products.split()) <= {name for vendor in known for name in vendor.PRODUCTS}

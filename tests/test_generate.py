@@ -15,12 +15,18 @@ import torch
 from tiny_models import END, FAMILIES, save, tiny_model
 
 import portable
-from portable import models
+from portable import generate_cli, models
 from portable.cli import main
 from portable.generate import Engine, Sampling, enough_pages
 from portable.schedule import Request
 
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """A model folder without a stop token."""
+    return save(tmp_path_factory.mktemp("endless"), eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +241,80 @@ def test_ctrl_c_ends_at_once_with_what_there_is(tmp_path, as_json):
     else:
         assert "> abc\n" in out and "> another\n" in out
         assert "interrupted" in err and "tokens per second" in err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_keeps_exactly_what_there_was(endless, capsys, monkeypatch, as_json):
+    usual, given = Engine.generate, []
+
+    def some(self, *args, **kwargs):
+        for token in usual(self, *args, **kwargs):
+            if len(given) == 5:
+                raise KeyboardInterrupt
+            given.append(token.id)
+            yield token
+
+    monkeypatch.setattr(Engine, "generate", some)
+    flags = ["--max-new-tokens", 500, "--device", "cpu", *(["--json"] if as_json else [])]
+    assert generate("--model", endless, *ONE, *flags) == 130
+    out, err = capsys.readouterr()
+    if as_json:
+        (result,) = json.loads(out)["results"]
+        assert result["token_ids"][:5] == given and len(result["token_ids"]) <= 6
+        assert result["finish_reason"] == "interrupted"
+    else:
+        assert out.strip() and "interrupted" in err
+
+
+def test_each_flag_reaches_the_engine(endless, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(generate_cli, "report", lambda job, args: seen.update(job=job) or 0)
+    flags = dict(page_size=4, num_pages=77, prefill_chunk=3, temperature=0.5, seed=9, max_new_tokens=7)
+    words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), value)]
+    assert generate("--model", endless, *ONE, "--device", "cpu", "--backend", "reference", *words) == 0
+    engine, sampling = seen["job"].engine, seen["job"].sampling
+    assert (engine.scheduler.page_size, engine.scheduler.num_pages, engine.scheduler.prefill_chunk) == (4, 77, 3)
+    assert (sampling.temperature, sampling.seed) == (0.5, 9) and seen["job"].requests[0].max_new_tokens == 7
+    (attention,) = set(engine.attentions.values())
+    assert {choice.kernel.caps.provider for choice in attention.choices.values()} == {"reference"}
+
+
+def test_a_bar_is_drawn_on_a_terminal(endless, capsys, monkeypatch):
+    rich = pytest.importorskip("rich.progress")
+    drawn = []
+    usual = rich.Progress.update
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(rich.Progress, "update", lambda *a, **k: drawn.append(k) or usual(*a, **k))
+    flags = ("--prompt", "de", "--max-new-tokens", 3, "--device", "cpu")
+    assert generate("--model", endless, *ONE, *flags) == 0
+    assert [step["completed"] for step in drawn][-1] == 2 and "6 tokens" in drawn[-1]["description"]
+
+
+def test_bench_measures_both(endless, capsys):
+    flags = ("--device", "cpu", "--max-new-tokens", "2", "--rounds", "1", "--json")
+    assert main(["bench", "--generate", "--model", str(endless), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = [found[name]["tokens_per_second"] for name in ("portable", "transformers")]
+    assert found["ratio"] == rates[0] / rates[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--page-size", 10**9, "--num-pages", 10**6), "GiB"),
+        (("--seed", 10**23), "--seed is"),
+        (("--prompt", "\udcff"), "prompt 1 is not valid UTF-8"),
+    ],
+)
+def test_what_no_machine_can_do_is_one_line(endless, capsys, flags, message):
+    assert generate("--model", endless, *ONE, "--device", "cpu", *flags) == 2
+    err = capsys.readouterr().err
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_tiny_temperature_is_greedy(endless, capsys):
+    texts = []
+    for temperature in (0, 1e-45):
+        assert generate("--model", endless, *ONE, "--device", "cpu", "--temperature", temperature, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["results"][0]["token_ids"])
+    assert texts[0] == texts[1]

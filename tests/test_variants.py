@@ -14,6 +14,7 @@ from portable import Batch, UnsupportedError
 from portable.lengths import MAX_INT32
 from portable.order import PREFILL
 from portable.padding import pad, unpad
+from portable.paging import pages_of
 from portable.parts import branch_layout
 from portable.variants import (
     cross,
@@ -347,6 +348,8 @@ def test_a_tree_names_what_cannot_be():
 
 
 def test_branches_of_the_public_case():
+    for locations, pages in (([7, 16, 17], [1, 4]), ([3, 4, 5, 6, 7, 8], [0, 1, 2])):
+        assert pages_of(torch.tensor(locations), page_size=4).tolist() == pages
     assert branch_layout(prefix_len=7, steps=5, page_size=4) == (3, 2)
     assert branch_layout(prefix_len=8, steps=4, page_size=4) == (0, 1)
 
@@ -496,19 +499,56 @@ def test_variants_compose(case, pages):
     )
 
 
+@given(cases(), paddings)
+def test_more_variants_compose(case, extra):
+    """Each pair equals the second on the plain step that the first stands for, or the mask that both ask for."""
+    case = widened(case, 6)
+    batch, num_slots = case.batch(), slots(case)
+    step = padded(batch, extra)
+    drafted = draft(step, 1)
+    chunk = 2 * case.page_size
+    wanted = expected(draft(batch, 1), num_slots, lambda _, q, k: k <= q and k // chunk == q // chunk)
+    assert np.array_equal(seen(local(drafted, chunk), num_slots), wanted)
+    verified = verify(step, 3)
+    left = 4
+    trimmed = trim(verified, left)
+    wanted = expected(verify(batch, 3), num_slots, lambda _, q, k: q - left <= k <= q)
+    assert ((seen(trimmed, num_slots) > 0) >= (wanted > 0)).all()
+    whole = Batch.from_lens(case.query_lens, case.seq_lens)
+    table = torch.from_numpy(case.block_table)
+    ranks = [shard(whole, 2, rank, table, case.page_size) for rank in (0, 1)]
+    for rank in ranks:
+        more = pad(rank, rank.padded_reqs + extra[0], rank.padded_tokens + extra[1])
+        assert np.array_equal(seen(more, num_slots), seen(rank, num_slots))
+
+
 @given(cases())
 def test_variants_change_nothing_of_the_step(case):
     case = widened(case, 2)
     batch = case.batch()
     before = [t.clone() for t in (batch.seq_lens, batch.block_table, batch.slot_mapping, batch.cu_seqlens_q)]
     host = [a.copy() for a in (batch.query_lens, batch.host_seq_lens, batch.host_cu_seqlens_q)]
+    rows = batch.num_reqs
+    table = batch.block_table.clone()
+    nodes, where = torch.full((rows, 2), -1), torch.arange(2 * rows).reshape(rows, 2)
+    given_tensors = [table, nodes, where]
+    kept = [t.clone() for t in given_tensors]
+    lens = batch.host_seq_lens.copy()
     for derive in (
         lambda b: local(b, case.page_size),
         lambda b: draft(b, 1),
         lambda b: verify(b, 2),
         lambda b: trim(b, 3),
+        lambda b: cross(b, lens, table),
+        lambda b: shard(Batch.from_lens(case.query_lens, case.seq_lens), 2, 1, table, case.page_size),
+        lambda b: tree(b, nodes, where, 1),
+        lambda b: b.with_group(table, b.slot_mapping, case.page_size),
+        lambda b: pad(b, rows + 2, b.num_tokens + 2),
+        lambda b: b.csr(),
     ):
         derive(batch)
+    assert all(torch.equal(a, b) for a, b in zip(kept, given_tensors, strict=True))
+    assert (lens == batch.host_seq_lens).all()
     after = (batch.seq_lens, batch.block_table, batch.slot_mapping, batch.cu_seqlens_q)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     twins = (batch.query_lens, batch.host_seq_lens, batch.host_cu_seqlens_q)

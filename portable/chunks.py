@@ -1,0 +1,98 @@
+"""Long work in pieces: contexts cut to fit a workspace, and prompts cut where recurrent states are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from portable.lengths import Int32, Lens, as_lens
+from portable.ragged import cdiv, cu_from_lens, ragged_arange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextChunk:
+    """Pieces of requests' contexts that fill the workspace once; only the first may be a continuation."""
+
+    requests: Int32  # [n] rows of the batch, ascending
+    starts: Int32  # [n] first context token of each piece, on a page boundary
+    lens: Int32  # [n] tokens of each piece, all above 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return int(self.lens.sum())
+
+    @property
+    def cu_seqlens(self) -> Int32:
+        """[n + 1] where each piece starts in the workspace."""
+        return cu_from_lens(self.lens)
+
+
+def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[ContextChunk]:
+    """Contexts packed into chunks of at most `workspace` tokens, each as full as whole pages allow.
+
+    Every context token is in exactly one chunk. A request that does not fit goes on as the first of the next chunk,
+    from a page boundary. Requests without a context are in no chunk (a decode has none to unpack: pass 0 for it), so
+    the number of chunks grows with the pages there are, not with the longest request times their number.
+
+    Args:
+        context_lens: [B] tokens of each request that are in the cache, in batch order.
+        workspace: tokens that fit at once; at least one page.
+
+    Raises:
+        ValueError: the workspace holds no page.
+
+    >>> for chunk in chunk_context([300, 0, 50], workspace=256, page_size=16):
+    ...     print(chunk.requests.tolist(), chunk.starts.tolist(), chunk.lens.tolist())
+    [0] [0] [256]
+    [0, 2] [256, 0] [44, 50]
+    """
+    lens = as_lens("context_lens", context_lens)
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    if workspace < page_size:
+        raise ValueError(f"workspace is {workspace} tokens, less than a page of {page_size}; give it at least one page")
+    room = workspace // page_size
+    pages = cdiv(lens, page_size).astype(np.int64)
+    before = np.cumsum(pages) - pages  # of the requests in front: a request's place on one long shelf of pages
+    count = np.where(pages > 0, (before + pages - 1) // room - before // room + 1, 0)
+    request, place = ragged_arange(count)
+    chunk = before[request] // room + place
+    first = np.maximum(chunk * room - before[request], 0) * page_size
+    last = np.minimum(((chunk + 1) * room - before[request]) * page_size, lens[request])
+    starts, sizes = first.astype(np.int32), (last - first).astype(np.int32)
+    edges = np.searchsorted(chunk, np.arange(int(chunk.max(initial=-1)) + 2))
+    return [ContextChunk(request[a:b], starts[a:b], sizes[a:b]) for a, b in pairwise(edges)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlignedChunks:
+    """Pieces of new tokens that end where a scan keeps its state; see `aligned_chunks`."""
+
+    cu_seqlens: Int32  # [C + 1] tokens
+    request: Int32  # [C] row of each chunk
+    last: Int32  # [B] last chunk of each request; -1 for one without new tokens
+
+
+def aligned_chunks(context_lens: Lens, query_lens: Lens, chunk: int) -> AlignedChunks:
+    """New tokens cut at multiples of `chunk` in each sequence's own positions; no chunk crosses requests or is empty.
+
+    >>> found = aligned_chunks([3, 0, 8], [6, 0, 4], chunk=4)
+    >>> found.cu_seqlens.tolist(), found.request.tolist(), found.last.tolist()
+    ([0, 1, 5, 6, 10], [0, 0, 0, 2], [2, -1, 3])
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1")
+    context, new = as_lens("context_lens", context_lens), as_lens("query_lens", query_lens)
+    if context.size != new.size:
+        raise ValueError(f"context_lens has {context.size} rows and query_lens {new.size}; both have one per request")
+    end = context.astype(np.int64) + new
+    first = context // chunk
+    count: npt.NDArray[np.int64] = np.where(new > 0, cdiv(end, chunk) - first, 0)
+    request, place = ragged_arange(count)
+    start = (first[request] + place) * chunk
+    lens = np.minimum(start + chunk, end[request]) - np.maximum(start, context[request])
+    return AlignedChunks(cu_from_lens(lens), request, np.where(count > 0, np.cumsum(count) - 1, -1).astype(np.int32))
