@@ -1,0 +1,301 @@
+"""Triton's active driver for an emulated device: `kernel[grid](cpu_tensors)` compiles for it and runs here.
+
+What Triton must offer is its runtime's `driver.set_active`, the `kernel_load_start_hook` knob, through which the
+assembly arrives, and one private attribute, the driver that was active before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from portable.platform.emulated.isa import Code, decode
+from portable.platform.emulated.machine import BUDGET, LDS_BYTES, Buffer, launch, pack
+from portable.platform.emulated.waves import LANES, Array
+
+# Triton keeps compiled kernels by device index: each architecture has its own, and none is a real GPU's.
+DEVICES = {"gfx942": 942, "gfx950": 950}
+COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
+MAX_THREADS = 1024  # of a workgroup
+
+_codes: dict[str, Code] = {}  # by the compiled kernel's hash, which is also what Triton calls its function
+_pending: list[str] = []  # the hash of the kernel that is being loaded
+_lock = threading.Lock()
+_current: Emulation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch; `arch` is what the executed code says that it was compiled for."""
+
+    name: str
+    arch: str
+    grid: tuple[int, int, int]
+    instructions: int  # executed, summed over waves
+
+
+@dataclass(slots=True)
+class Emulation:
+    """What `activate` yields.
+
+    `reachable` takes the CPU tensors that kernels reach only through addresses stored in others.
+    """
+
+    arch: str
+    budget: int = BUDGET  # steps of a batch of workgroups before a kernel counts as stuck
+    launches: list[Launch] = field(default_factory=list)
+    reachable: list[Any] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def instructions(self) -> int:
+        """Executed by all launches."""
+        return sum(each.instructions for each in self.launches)
+
+
+@contextmanager
+def activate(arch: str, budget: int = BUDGET) -> Iterator[Emulation]:
+    """Make an emulated "gfx942" or "gfx950" Triton's active device, in this thread, until the end of the block.
+
+    >>> with activate("gfx90a"):
+    ...     pass
+    Traceback (most recent call last):
+    ValueError: arch 'gfx90a' is not one of gfx942, gfx950
+
+    Raises:
+        ValueError: an architecture without emulation.
+        RuntimeError: an emulated device is active already, or this version of Triton cannot be hooked.
+    """
+    global _current
+    if arch not in DEVICES:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(DEVICES)}")
+    config, hook = _triton()
+    driver, emulation = _driver(arch), Emulation(arch, budget)
+    with _lock:
+        if _current is not None:
+            where = "this" if _current.thread == emulation.thread else "another"
+            raise RuntimeError(f"an emulated {_current.arch} is active already, in {where} thread")
+        _current = emulation
+    previous = config._active
+    hook.add(_loading)
+    config.set_active(driver)
+    try:
+        yield emulation
+    finally:
+        config.set_active(previous)
+        hook.remove(_loading)
+        _current = None
+
+
+def _triton() -> tuple[Any, Any]:
+    """Triton's driver configuration and its hook for kernels that are loaded."""
+    import triton
+    from triton.runtime import driver
+
+    hook = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "kernel_load_start_hook", None)
+    if not hasattr(hook, "add") or not hasattr(driver, "_active"):
+        raise RuntimeError(f"triton {triton.__version__} cannot be hooked: 3.6.0 and 3.9.0 were seen to work")
+    return driver, hook
+
+
+def _loading(module: object, function: object, name: str, files: Mapping[str, str], key: str) -> None:
+    """Triton is about to load a compiled kernel: decode its assembly, once."""
+    _pending.clear()
+    for file, path in files.items():
+        if file.endswith(".amdgcn"):
+            if key not in _codes:
+                _codes[key] = decode(Path(path).read_text(), name)
+            _pending.append(key)
+
+
+def _emulation() -> Emulation:
+    """The active one, for this thread."""
+    if _current is None:
+        raise RuntimeError("no emulated device is active: launch inside `with activate(arch)`")
+    if _current.thread != threading.get_ident():
+        raise RuntimeError(f"the emulated {_current.arch} was activated in another thread")
+    return _current
+
+
+class Loader:
+    """What Triton calls a driver's `utils`."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    def get_device_properties(self, device: int) -> dict[str, Any]:
+        """Triton checks shared memory against these, and heuristics read the rest; clocks are of no device."""
+        return {
+            "max_shared_mem": LDS_BYTES[self.arch],
+            "multiprocessor_count": COMPUTE_UNITS[self.arch],
+            "warpSize": LANES,
+            "max_num_regs": 512,
+            "arch": self.arch,
+            "sm_clock_rate": 1,
+            "mem_clock_rate": 1,
+            "mem_bus_width": 1,
+        }
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[None, str, int, int, int]:
+        """Module, function, registers, spills, threads.
+
+        The module is None, so that Triton has nothing to unload: it would ask the driver that is active when the
+        kernel is freed, which may be a GPU's.
+        """
+        if not _pending:
+            import triton
+
+            raise RuntimeError(f"triton {triton.__version__} gave no assembly of {name}: it cannot be hooked")
+        key = _pending.pop()
+        facts = _codes[key].facts
+        return None, key, int(facts.get("next_free_vgpr", 0)), 0, MAX_THREADS
+
+
+class Launcher:
+    """What Triton makes for each compiled kernel, and calls with the grid and the arguments."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.signature: Mapping[str, Any] = source.signature
+        self.metadata = metadata
+
+    def __call__(
+        self,
+        x: int,
+        y: int,
+        z: int,
+        stream: int,
+        function: str,
+        packed: object,
+        described: object,
+        enter: Callable[[object], None] | None,
+        leave: Callable[[object], None] | None,
+        *arguments: Any,
+    ) -> None:
+        emulation, code = _emulation(), _codes[function]
+        if code.arch != emulation.arch:
+            raise RuntimeError(f"{code.name} was compiled for {code.arch}, and the emulated device is {emulation.arch}")
+        buffers: dict[int, Buffer] = {}
+        flat: list[tuple[str, int | float]] = []
+        for (name, kind), value in zip(self.signature.items(), arguments, strict=True):
+            flatten(name, kind, value, flat, buffers)
+        for number, tensor in enumerate(emulation.reachable):
+            flatten(f"reachable[{number}]", "*", tensor, [], buffers)
+        groups = x * y * z
+        for what in ("global_scratch", "profile_scratch"):
+            space = np.zeros(groups * (getattr(self.metadata, f"{what}_size", 0) or 0), np.uint8)
+            flat.append(("*", space.ctypes.data if space.size else 0))
+            buffers.setdefault(space.ctypes.data, Buffer(what, space))
+        if enter is not None:
+            enter(described)
+        if groups:
+            executed = launch(
+                code,
+                (x, y, z),
+                (self.metadata.num_warps * LANES, 1, 1),
+                pack(flat),
+                list(buffers.values()),
+                self.metadata.shared,
+                emulation.budget,
+            )
+            emulation.launches.append(Launch(code.name, code.arch, (x, y, z), executed))
+        if leave is not None:
+            leave(described)
+
+
+def flatten(name: str, kind: Any, value: Any, flat: list[tuple[str, int | float]], buffers: dict[int, Buffer]) -> None:
+    """One argument to `flat`, tuples part by part; the storage behind a tensor to `buffers`, by its address.
+
+    Raises:
+        ValueError: a tensor that is not on the CPU, or a tensor descriptor.
+    """
+    if isinstance(kind, tuple):
+        for number, (part, each) in enumerate(zip(kind, value, strict=True)):
+            flatten(f"{name}[{number}]", part, each, flat, buffers)
+    elif kind == "constexpr":
+        return
+    elif kind.startswith("tensordesc"):
+        raise ValueError(f"argument {name} is a tensor descriptor; an emulated device takes pointers")
+    elif not kind.startswith("*"):
+        flat.append((kind, value))
+    elif value is None or isinstance(value, int):
+        flat.append((kind, value or 0))
+    else:
+        if value.device.type != "cpu":
+            raise ValueError(f"argument {name} is on {value.device}; an emulated device takes CPU tensors")
+        data = storage(value)
+        buffers.setdefault(data.ctypes.data, Buffer(name, data))
+        flat.append((kind, value.data_ptr()))
+
+
+def storage(tensor: Any) -> Array:
+    """The bytes of the whole storage that a CPU tensor lies in, shared with it."""
+    held = tensor.untyped_storage()
+    if not held.nbytes():
+        return np.zeros(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * held.nbytes()).from_address(held.data_ptr()))
+
+
+def _driver(arch: str) -> Any:
+    """An object of Triton's driver interface."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class EmulatedDriver(DriverBase):  # type: ignore[misc]
+        launcher_cls = Launcher
+
+        def __init__(self) -> None:
+            self.utils = Loader(arch)
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return False  # Triton never chooses it by itself
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("hip", arch, LANES)
+
+        def get_current_device(self) -> int:
+            _emulation()
+            return DEVICES[arch]
+
+        def set_current_device(self, device: int) -> None:
+            if device != DEVICES[arch]:
+                raise ValueError(f"device {device} is not the emulated {arch}, {DEVICES[arch]}")
+
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_device_interface(self) -> Any:
+            return torch.cpu
+
+        def map_python_to_cpp_type(self, kind: str) -> str:
+            return kind
+
+        def get_benchmarker(self) -> Callable[..., Sequence[float]]:
+            return count
+
+        def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+            return torch.empty(0, dtype=torch.int32)
+
+        def clear_cache(self, cache: torch.Tensor) -> None:
+            pass
+
+    return EmulatedDriver()
+
+
+def count(call: Callable[[], object], quantiles: Sequence[float] | None = None, **options: Any) -> list[float]:
+    """What an autotuner measures here: the instructions that a call executes. It is no time, but never differs."""
+    emulation = _emulation()
+    before = emulation.instructions
+    call()
+    return [float(emulation.instructions - before)] * len(quantiles or (0.5,))
