@@ -123,7 +123,7 @@ def _versions() -> dict[str, str | None]:
     for name in ("torch", "triton", "numpy", "transformers", "rich"):
         package = installed().get(name)
         versions[name] = None if package is None else package.version
-    return versions
+    return {**versions, "torch": importlib.import_module("torch").__version__}  # its metadata may lack the build
 
 
 def _package(package: VendorPackage, target: Target | None, request: Request | None) -> dict[str, Any]:
