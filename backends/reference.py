@@ -17,10 +17,11 @@ from collections.abc import Iterator
 import torch
 
 from portable.backends.pages import FP8, at, compute_of, page_size_of, quantize, values_of
-from portable.kernel import ANY, ANY_SIZE, FEATURES, KV, PAGES, AttnOut, Kernel, KernelCaps, Op, Segment
+from portable.kernel import FEATURES, KV, PAGES, AttnOut, Kernel, KernelCaps, Op, Segment
 from portable.layer import CACHE_LAYOUTS, Layer, LayerTensors, Window
 from portable.merge import merge_states
 from portable.paging import slot_mapping as slots_of
+from portable.sets import ANY, ANY_SIZE
 
 MAX_SCORES = 2**24  # scores held at once: 64 MiB of float32
 

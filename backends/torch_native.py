@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from portable.kernel import ANY, ANY_SIZE, KV, Kernel, KernelCaps, Op, Segment
+from portable.kernel import KV, Kernel, KernelCaps, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.ragged import cu_from_lens
+from portable.sets import ANY, ANY_SIZE
 
 Indices = npt.NDArray[np.int64]
 

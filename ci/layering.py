@@ -23,10 +23,11 @@ CORE: dict[str, list[str]] = {
     "lengths": ["ragged"],
     "order": ["ragged"],
     "paging": ["ragged"],
-    "kernel": ["layer", "platform.target"],
+    "sets": [],
+    "kernel": ["layer", "platform.target", "sets"],
     "cache": ["kernel", "paging"],
     "merge": ["kernel"],
-    "packages": ["platform.target", "select", "backends.packages"],  # select: the type of a request only
+    "packages": ["platform.target", "select", "sets", "backends.packages"],  # select: the type of a request only
     "select": ["kernel", "packages", "platform"],
     "explain": ["select"],
     "view": ["lengths", "upload"],
@@ -35,7 +36,8 @@ CORE: dict[str, list[str]] = {
     "validate": ["batch"],
     "chunks": ["batch"],
     "parts": ["batch", "layer"],
-    "variants": ["chunks", "padding", "parts", "validate"],
+    "shards": ["batch", "layer"],
+    "variants": ["chunks", "padding", "parts", "shards", "validate"],
     "mha": ["buffers", "cache", "chunks", "merge", "padding", "parts", "select"],
     "mla": ["buffers", "cache", "chunks", "merge", "padding", "parts", "select"],
     "mamba": ["buffers", "cache", "chunks", "merge", "padding", "parts", "select"],
@@ -46,7 +48,7 @@ CORE: dict[str, list[str]] = {
     "graphs": ["attention"],
 }
 LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
-BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "ragged", "backends"]
+BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "ragged", "sets", "backends"]
 PLATFORM = ["layer", "platform"]
 
 # A library and the files that may import it, inside functions.

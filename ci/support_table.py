@@ -14,7 +14,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 from prove import source_hash  # noqa: E402
 
 from portable.attention import load_kernels  # noqa: E402
-from portable.kernel import ANY, ATTENTION, PAGES, Kernel, Op, Sizes, listed  # noqa: E402
+from portable.kernel import ATTENTION, PAGES, Kernel, Op  # noqa: E402
+from portable.sets import ANY, Sizes, listed  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 

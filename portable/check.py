@@ -6,8 +6,9 @@ import torch
 
 from portable.batch import Batch
 from portable.cache import cache_shapes
-from portable.kernel import KV, short
+from portable.kernel import KV
 from portable.layer import Layer, LayerTensors
+from portable.sets import short
 
 
 def check_run(

@@ -14,9 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portable.explain import spell_target
-from portable.kernel import Kernel, listed
+from portable.kernel import Kernel
 from portable.packages import Package, VendorPackage, inspect, installed, known_packages, why_closed
 from portable.select import Request, check_request, requested_from_env, why_not_here
+from portable.sets import listed
 
 if TYPE_CHECKING:
     from portable.platform.target import Target

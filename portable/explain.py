@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.utils import canonicalize_name
 
-from portable.kernel import Kernel, Needs, Op, short
+from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
 from portable.select import Choice, Reasons, Request, parse_requested, select, survey, vendor_order
+from portable.sets import short
 
 if TYPE_CHECKING:
     from portable.platform.target import Target

@@ -19,9 +19,10 @@ import torch
 import portable
 from portable import cli, doctor
 from portable.explain_cli import parse_dtype
-from portable.kernel import ANY, ANY_SIZE, FEATURES, Kernel, KernelCaps, Op, Requires
+from portable.kernel import FEATURES, Kernel, KernelCaps, Op, Requires
 from portable.layer import CACHE_LAYOUTS, Layer, UnsupportedError
 from portable.platform.detect import describe
+from portable.sets import ANY, ANY_SIZE
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,21 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portable import Layer, describe
-from portable.kernel import (
-    ANY,
-    FEATURES,
-    NO_SIZE,
-    GraphLevel,
-    Kernel,
-    KernelCaps,
-    LseForm,
-    Needs,
-    Op,
-    Sizes,
-    from_arch,
-    multiple_of,
-    one_of,
-)
+from portable.kernel import FEATURES, GraphLevel, Kernel, KernelCaps, LseForm, Needs, Op
+from portable.sets import ANY, NO_SIZE, Sizes, from_arch, multiple_of, one_of
 
 TARGET = describe("gfx942", "MI300X")
 PAGED = Needs(page_size=16, query_len=1, seq_len=4096)

@@ -13,11 +13,12 @@ import pytest
 
 from portable import packages
 from portable.backends.packages import PACKAGES
-from portable.kernel import ANY, ANY_SIZE, Kernel, KernelCaps, Needs, Op, Requires
+from portable.kernel import Kernel, KernelCaps, Needs, Op, Requires
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package, VendorPackage, inspect, installed, why_closed
 from portable.platform.detect import describe
 from portable.select import Choice, parse_requested, select
+from portable.sets import ANY, ANY_SIZE
 
 ROOT = Path(__file__).parent.parent
 KNOWN = {package.name: package for package in PACKAGES}

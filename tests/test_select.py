@@ -12,23 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portable.explain import cases_of, explain, unused_packages
-from portable.kernel import (
-    ANY,
-    FEATURES,
-    GraphLevel,
-    Kernel,
-    KernelCaps,
-    Needs,
-    Op,
-    Requires,
-    multiple_of,
-    one_of,
-)
+from portable.kernel import FEATURES, GraphLevel, Kernel, KernelCaps, Needs, Op, Requires
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
 from portable.platform import detect
 from portable.platform.target import Target
 from portable.select import Request, requested_from_env, select, why_not_here
+from portable.sets import ANY, multiple_of, one_of
 
 LAYER = Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 DECODE = Needs(page_size=16, seq_len=128)
