@@ -1,4 +1,7 @@
-"""`portable explain`: the choice of kernels for this machine or a described one, and a layer given by flags."""
+"""`portable explain`: the choice of kernels for this machine or a described one, and a layer given by flags.
+
+With --isa, what the assembly text of compiled kernels says of them.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from portable.explain import cases_of, explain, unused_packages
-from portable.kernel import Kernel, short
+from portable.kernel import Kernel
 from portable.layer import CACHE_LAYOUTS, Layer
 from portable.packages import Package, installed, known_packages
 from portable.select import Request, parse_requested, requested_from_env
+from portable.sets import short
 
 if TYPE_CHECKING:
     from portable.platform.target import Target
 
 SCHEMA = 1
+PAGE_SIZE = 16
 DTYPES = {
     **{short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)},
     **{short(dtype): dtype for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)},
@@ -59,13 +64,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layer.add_argument("--non-causal", action="store_true", help="every key is visible")
     layer.add_argument("--mla", action="store_true", help="multi-head latent attention, DeepSeek's widths")
     layer.add_argument("--cache-layout", metavar="L", help=f"one of {', '.join(CACHE_LAYOUTS)}")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens per page (16)")
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE, metavar="N", help="tokens per page (16)")
     parser.add_argument("--lse", action="store_true", help="the log-sum-exp is wanted as well")
+    parser.add_argument(
+        "--isa",
+        metavar="FILE",
+        type=Path,
+        help="instead: resources and loops of the kernels in a file of assembly text",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; 1 when an operation has no kernel."""
+    """Print the explanation; 1 when an operation has no kernel, or a compiled kernel cannot be launched."""
+    if args.isa is not None:
+        return _run_isa(args)
     from portable.attention import load_kernels
     from portable.cli import show
     from portable.platform.detect import describe, detect
@@ -100,6 +113,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         show("\n\n".join(map(str, explanations)))
     return 0 if all(explanation.complete for explanation in explanations) else 1
+
+
+def _run_isa(args: argparse.Namespace) -> int:
+    from portable.cli import show
+    from portable.platform.emulated.static import read
+
+    given = {**vars(args), "page_size": args.page_size != PAGE_SIZE, "command": None, "isa": None, "json": None}
+    if others := sorted(
+        name for name, value in given.items() if value != [] and value is not None and value is not False
+    ):
+        flags = ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in others)
+        raise ValueError(f"--isa reads compiled kernels, which {flags} would not change; leave it out")
+    kernels = read(args.isa)
+    if args.json:
+        print(json.dumps({"schema": SCHEMA, "kernels": [kernel.data() for kernel in kernels]}, indent=2))
+    else:
+        show("\n\n".join(map(str, kernels)))
+    return 1 if any(kernel.faults for kernel in kernels) else 0
 
 
 def parse_dtype(name: str, target: Target) -> torch.dtype:

@@ -94,8 +94,12 @@ def test_a_kernel_that_cannot_be_launched_is_exit_code_1(file: Any, capsys: pyte
 
 @pytest.mark.parametrize(
     "flags, named",
-    [("--arch gfx942", "--arch"), ("--num-heads 0", "--num-heads"), ("--mla --with a=1", "--mla, --with")]
-    + [("--page-size 32 --lse", "--lse, --page-size")],
+    [
+        ("--arch gfx942", "--arch"),
+        ("--num-heads 0", "--num-heads"),
+        ("--mla --with a=1", "--mla, --with"),
+        ("--page-size 32 --lse", "--lse, --page-size"),
+    ],
 )
 def test_flags_of_layers_and_machines_are_refused(
     file: Any, flags: str, named: str, capsys: pytest.CaptureFixture[str]
