@@ -7,7 +7,7 @@ together, so that waves that parted at a branch meet again behind it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ USER_SGPRS = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
 POISON = 0x7FDF7FDF  # what registers hold before they are written: NaN in float32, float16 and bfloat16
 TYPES = {"i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q"}
 TYPES |= {"u64": "Q", "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d", "bf16": "bf16"}
+Around = Callable[[int, Handler], Handler]  # (an instruction's number, its handler) -> what runs instead
 
 
 class ExecutionError(RuntimeError):
@@ -93,8 +94,8 @@ def kernarg(code: Code, explicit: bytes, grid: Sequence[int], block: Sequence[in
     return np.array(out, np.uint8)
 
 
-def prepare(code: Code) -> list[Step]:
-    """Every instruction with its handler.
+def prepare(code: Code, around: Around | None = None) -> list[Step]:
+    """Every instruction with its handler, or with what `around` makes of the two.
 
     Raises:
         ExecutionError: the architecture, or some opcodes, all of them named, have no emulation.
@@ -105,7 +106,13 @@ def prepare(code: Code) -> list[Step]:
         raise ExecutionError(f"{code.name} ({code.arch}) uses opcodes that are not emulated: {', '.join(unknown)}")
     if not code.instructions or code.instructions[-1].name not in ("s_endpgm", "s_branch", "s_setpc_b64"):
         raise ExecutionError(f"{code.name}: the code runs past its end")
-    return [Step(i, HANDLERS.get(i.name), i.name.startswith(CONTROL)) for i in code.instructions]
+    steps = []
+    for number, i in enumerate(code.instructions):
+        handler = HANDLERS.get(i.name)
+        if around is not None and handler is not None:
+            handler = around(number, handler)
+        steps.append(Step(i, handler, i.name.startswith(CONTROL)))
+    return steps
 
 
 def launch(
@@ -116,6 +123,7 @@ def launch(
     buffers: Sequence[Buffer],
     lds_bytes: int = 0,
     budget: int = BUDGET,
+    around: Around | None = None,
 ) -> int:
     """Run a kernel over a grid of workgroups of `block` threads, x, y, z; returns the instructions that waves executed.
 
@@ -123,12 +131,13 @@ def launch(
         explicit: the arguments, from `pack`; pointers are addresses inside `buffers`.
         lds_bytes: LDS of a workgroup, where it is more than the kernel itself declares.
         budget: steps that a batch of workgroups may take.
+        around: what stands in for an instruction's handler, from the instruction's number and that handler.
 
     Raises:
         ExecutionError: an opcode or modifier without emulation, too much LDS, or the budget is spent.
         MemoryFault: an access outside the buffers, a data race, a read of uninitialised LDS.
     """
-    program = prepare(code)
+    program = prepare(code, around)
     lds = max(lds_bytes, int(code.facts.get("group_segment_fixed_size", 0)))
     if lds > LDS_BYTES[code.arch]:
         raise ExecutionError(f"{code.name}: {lds} bytes of LDS where {code.arch} has {LDS_BYTES[code.arch]}")

@@ -203,7 +203,8 @@ def attention_kernel(
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None])
         top = high
     place = out + base + row[:, None] * dim + column[None, :]
-    tl.store(place, (total / norm[:, None]).to(out.dtype.element_ty), mask=row[:, None] < seq_len)
+    inverse = 1 / norm
+    tl.store(place, (total * inverse[:, None]).to(out.dtype.element_ty), mask=row[:, None] < seq_len)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
