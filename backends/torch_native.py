@@ -33,6 +33,7 @@ class Block:
     causal: bool  # Sq == Sk and causal, without a bias
     distance: torch.Tensor | None  # [n, 1, Sq, Sk] positions between query and key, for ALiBi
     empty: torch.Tensor | None  # [n, Sq] rows that see no key
+    rows: Indices  # [n] requests of the segment
     reach: tuple[int, int] | None  # the least and greatest of `keys`, known on a CPU
 
 
@@ -105,7 +106,7 @@ def _block(
             empty = ~visible.any(-1)[:, 0]
     flat = keys.reshape(-1)
     reach = (int(flat.numpy().min()), int(flat.numpy().max())) if device.type == "cpu" else None
-    return Block(queries, flat, (len(rows), sq, span), bias, square and bias is None, distance, empty, reach)
+    return Block(queries, flat, (len(rows), sq, span), bias, square and bias is None, distance, empty, rows, reach)
 
 
 def attend(
@@ -124,9 +125,7 @@ def attend(
     rows_of_kv = len(kv.k) * (segment.page_size if segment.block_table is not None else 1)
     for block in segment.prepared:
         if block.reach is not None and not 0 <= block.reach[0] <= block.reach[1] < rows_of_kv:
-            raise ValueError(
-                f"block_table reaches slots {block.reach[0]} to {block.reach[1]}; the cache has {rows_of_kv}"
-            )
+            _refuse(block, segment, len(kv.k), rows_of_kv)
         n, sq, sk = block.shape
         whole = n * sq == len(q)
         rows = q if whole else q[block.queries]
@@ -138,6 +137,15 @@ def attend(
             out.copy_(result.reshape(out.shape))
         else:
             out[block.queries] = result.reshape(-1, *out.shape[1:])
+
+
+def _refuse(block: Block, segment: Segment, num_pages: int, capacity: int) -> None:
+    """Name the row whose pages are not in the cache: torch would wrap a negative index round."""
+    slots = block.keys.numpy().reshape(block.shape[0], -1)
+    row, column = np.argwhere((slots < 0) | (slots >= capacity))[0]
+    page = slots[row, column] // segment.page_size
+    where = segment.requests.start + int(block.rows[row])
+    raise ValueError(f"row {where}: block_table holds page {page}; the cache has pages 0 to {num_pages - 1}")
 
 
 def _rows(cache: torch.Tensor, index: torch.Tensor, segment: Segment) -> torch.Tensor:

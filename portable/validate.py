@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from portable.batch import Batch
-from portable.lengths import as_lens, check_lens, check_table, check_tensor
+from portable.lengths import as_lens, check_lens, check_pages, check_table, check_tensor
 from portable.ragged import cdiv, cu_from_lens
 
 Bools = npt.NDArray[np.bool_]
@@ -20,6 +20,7 @@ def validate(batch: Batch, *, sync: bool = False, num_pages: int | None = None) 
 
     Args:
         sync: also read the device, which waits for it: lengths beside their host twins, live page ids, and slots.
+            Negative page ids of a table on the CPU are found without it.
         num_pages: pages of the cache, for the upper end of page ids and slots; None leaves it open.
 
     >>> from dataclasses import replace
@@ -38,6 +39,8 @@ def validate(batch: Batch, *, sync: bool = False, num_pages: int | None = None) 
         _check_device_lens(batch)
         live = _check_pages(batch, num_pages)
         _check_slots(batch, num_pages, live)
+    elif batch.block_table is not None and batch.device.type == "cpu":
+        check_pages(batch.block_table.numpy(), batch.seq_lens.numpy(), batch.page_size)
 
 
 def _check_twins(batch: Batch) -> None:

@@ -10,6 +10,7 @@ import torch
 from portable import Attention, Batch, Layer, UnsupportedError
 from portable.order import decode_threshold
 from portable.padding import pad
+from portable.validate import validate
 from portable.variants import cross, dead_pages, draft, local, prefix, shard, tree, trim, verify
 
 T = torch.tensor([[1, 2, 3], [1, 5, 6]], dtype=torch.int32)
@@ -171,11 +172,12 @@ def test_what_does_not_fit_int32_is_named():
 
 
 def test_an_engines_own_negative_page_is_named():
+    batch = Batch.from_tensors(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([9], dtype=torch.int32),
+        torch.tensor([[-1, 0, 3]], dtype=torch.int32),
+        torch.tensor([12]),
+        page_size=4,
+    )
     with pytest.raises(ValueError, match=r"row 0: block_table\[0, 0\] is -1"):
-        Batch.from_tensors(
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.tensor([9], dtype=torch.int32),
-            torch.tensor([[-1, 0, 3]], dtype=torch.int32),
-            torch.tensor([12]),
-            page_size=4,
-        )
+        validate(batch)

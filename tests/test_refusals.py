@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from portable import KV, Attention, Batch, Layer, LayerTensors, UnsupportedError
+from portable.validate import validate
 from portable.variants import cross, draft, local, shard, tree, trim, verify
 
 
@@ -53,9 +54,15 @@ def test_only_self_attention_is_trimmed():
 
 
 def test_a_negative_live_page_is_named_and_one_behind_is_free():
-    with pytest.raises(ValueError, match=r"row 1: block_table\[1, 0\] is -1; a live page id is 0 or more"):
-        Batch.from_lens([1, 1], [4, 7], block_table=[[2, -1], [-1, 3]], page_size=4)
-    Batch.from_lens([1], [4], block_table=[[2, -1]], page_size=4)
+    with pytest.raises(ValueError, match=r"row 1: block_table\[1, 1\] is -1; a live page id is 0 or more"):
+        Batch.from_lens([1, 1], [4, 7], block_table=[[2, -1], [3, -1]], page_size=4)
+    inside = Batch.from_lens([1, 1], [4, 7], block_table=[[2, -1], [-1, 3]], page_size=4)
+    with pytest.raises(ValueError, match=r"row 1: block_table\[1, 0\] is -1"):
+        validate(inside)
+    attn, cache = make()
+    with pytest.raises(ValueError, match="row 1: block_table holds page -1; the cache has pages 0 to 15"):
+        attn.run(torch.randn(2, 2, 8), cache, attn.plan(inside))
+    validate(Batch.from_lens([1], [4], block_table=[[2, -1]], page_size=4))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

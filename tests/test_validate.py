@@ -98,10 +98,6 @@ def test_what_the_host_can_see_is_refused_without_reading_the_device(changes, me
     [
         (dict(cu_seqlens_q=int32(0, 2, 3, 3)), r"row 1: cu_seqlens_q\[1\] is 2 on the device and 1 on the host"),
         (dict(seq_lens=int32(8, 2, 0)), "row 0: seq_len is 8 on the device and 9 on the host"),
-        (
-            dict(block_table=int32([5, -1, 3], [7, 1, 1], [0, 0, 0])),
-            r"row 0: block_table\[0, 1\] is -1; .* pages 0 to 7",
-        ),
         (dict(block_table=int32([5, 0, 3], [8, 1, 1], [0, 0, 0])), r"row 1: block_table\[1, 0\] is 8; .* pages 0 to 7"),
         (
             dict(slot_mapping=torch.tensor([12, -2, 29, -1])),
