@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import torch
 
 from portable import Batch
+from portable.padding import pad
 
 
 def seen(batch: Batch, num_slots: int) -> np.ndarray:
@@ -43,3 +47,30 @@ def expected(batch: Batch, num_slots: int, visible) -> np.ndarray:
 def slot(batch: Batch, row: int, position: int) -> int:
     page, offset = divmod(position, batch.page_size)
     return int(batch.block_table[row, page]) * batch.page_size + offset
+
+
+def slots(case):
+    return case.num_pages * case.page_size
+
+
+def padded(batch, extra):
+    return pad(batch, batch.padded_reqs + extra[0], batch.padded_tokens + extra[1])
+
+
+def check_dtypes(batch):
+    """The types that every builder promises."""
+    assert {batch.cu_seqlens_q.dtype, batch.seq_lens.dtype, batch.block_table.dtype} == {torch.int32}
+    assert batch.slot_mapping is None or batch.slot_mapping.dtype == torch.int64
+    assert {batch.query_lens.dtype, batch.host_seq_lens.dtype, batch.host_cu_seqlens_q.dtype} == {np.dtype(np.int32)}
+    assert len(batch.block_table) == len(batch.query_lens) == len(batch.seq_lens) == len(batch.cu_seqlens_q) - 1
+    assert batch.query_lens.sum() == batch.num_tokens <= batch.padded_tokens
+    assert batch.max_query_len == batch.query_lens.max(initial=0)
+    assert batch.max_seq_len == batch.host_seq_lens.max(initial=0)
+
+
+def widened(case, tokens):
+    """The case with pages for more tokens behind each request."""
+    need = [-(-(s + tokens) // case.page_size) for s in case.seq_lens]
+    width = max(need, default=0)
+    table = np.arange(width * len(need), dtype=np.int32).reshape(len(need), width)[:, ::-1].copy()
+    return dataclasses.replace(case, block_table=table, num_pages=max(1, table.size))
