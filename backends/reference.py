@@ -257,7 +257,8 @@ def gather(
     if slots.device.type == "cpu" and keys:
         low, high, pages = int(slots.min()) // page_size, int(slots.max()) // page_size, kv.k.shape[0]
         if low < 0 or high >= pages:
-            raise ValueError(f"block_table holds {low if low < 0 else high}; the cache has pages 0 to {pages - 1}")
+            row, wrong = segment.requests.start + request, low if low < 0 else high
+            raise ValueError(f"row {row}: block_table holds page {wrong}; the cache has pages 0 to {pages - 1}")
     page, offset = slots // page_size, slots % page_size
     k_view, k_index = at(kv.k, "k", layer.cache_layout, page, offset)
     k, v = k_view[k_index], None

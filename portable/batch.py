@@ -112,8 +112,9 @@ class Batch:
             host = as_table(given)
             requests, positions = new_positions(q, s)
             new_slots = slots_of(host, requests, positions, page_size)
-            # `validate` looks at the context's pages too: to scan 1,024 rows of 512 costs as much as all the rest.
-            if new_slots.size and new_slots.min() < 0:
+            # A CPU's kernels look at the context's pages themselves; for another device this is the last chance, and
+            # worth what it costs: to scan 1,024 rows of 512 takes as long as all the rest.
+            if device.type != "cpu" or (new_slots.size and new_slots.min() < 0):
                 check_pages(host, s, page_size)
             cu_device, s_device, table, slots = upload((cu, s, host, new_slots), device)
         return cls._of(q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True)

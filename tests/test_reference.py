@@ -364,7 +364,7 @@ def test_what_does_not_fit_together_is_named():
         prefill(q, k, k, layer, [(2, 5)])
     for page in (5, -1):
         made = segment(BY_OP[Op.PAGED], [(2, 17)], layer, torch.tensor([[0, page]], dtype=torch.int32), page_size=16)
-        with pytest.raises(ValueError, match=f"block_table holds {page}; the cache has pages 0 to 4"):
+        with pytest.raises(ValueError, match=f"row 0: block_table holds page {page}; the cache has pages 0 to 4"):
             reference.paged(q, pages, made, layer, NONE, torch.empty(2, 2, 4), None)
     with pytest.raises(ValueError, match="v and the V pages"):
         reference.cache_write(k, None, pages, torch.arange(3), layer, NONE)

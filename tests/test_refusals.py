@@ -59,10 +59,18 @@ def test_a_negative_live_page_is_named_and_one_behind_is_free():
     inside = Batch.from_lens([1, 1], [4, 7], block_table=[[2, -1], [-1, 3]], page_size=4)
     with pytest.raises(ValueError, match=r"row 1: block_table\[1, 0\] is -1"):
         validate(inside)
-    attn, cache = make()
-    with pytest.raises(ValueError, match="row 1: block_table holds page -1; the cache has pages 0 to 15"):
-        attn.run(torch.randn(2, 2, 8), cache, attn.plan(inside))
+    for backend in ("torch", "reference"):
+        attn, cache = make()
+        attn = Attention(attn.layer, page_size=4, device="cpu", backend=backend)
+        with pytest.raises(ValueError, match="row 1: block_table holds page -1; the cache has pages 0 to 15"):
+            attn.run(torch.randn(2, 2, 8), cache, attn.plan(inside))
     validate(Batch.from_lens([1], [4], block_table=[[2, -1]], page_size=4))
+
+
+def test_a_host_table_for_another_device_is_looked_at_before_it_leaves(unpinned):
+    with pytest.raises(ValueError, match=r"row 1: block_table\[1, 0\] is -1; a live page id is 0 or more"):
+        Batch.from_lens([1, 1], [4, 7], block_table=[[2, -1], [-1, 3]], page_size=4, device="meta")
+    assert not unpinned
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
