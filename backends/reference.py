@@ -12,7 +12,7 @@ feature, and is the kernel of last resort. Where the contract leaves a choice, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -197,22 +197,20 @@ def attend_each(
 
 
 def merge(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """`merge_states` of two parts."""
-    merge_states((out_a, out_b), (lse_a, lse_b), sinks, out, lse)
+    """`merge_states`, in place."""
+    merge_states(outs, lses, sinks, out, lse)
 
 
 def cache_write(
     k: torch.Tensor, v: torch.Tensor | None, kv: KV, slot_mapping: torch.Tensor, layer: Layer, tensors: LayerTensors
 ) -> None:
-    """The first `len(slot_mapping)` rows of k and v into their slots; MLA has k [T, rank + rope] and no v.
+    """The first `len(slot_mapping)` rows of k and v into their slots; MLA has one row of both parts.
 
     A negative slot writes nothing. A slot past the end is a ValueError on the CPU, and skipped on other devices,
     where looking would cost a sync.
@@ -226,6 +224,8 @@ def cache_write(
     last[:-1] = by_slot[1:] != by_slot[:-1]
     tokens = order[last & (by_slot >= 0) & (by_slot < capacity)]
     page, offset = slots[tokens] // page_size, slots[tokens] % page_size
+    if layer.family == "mla":
+        k, v = k if v is None else torch.cat([k, v], -1), None
     for part, rows, pages, scale in (("k", k, kv.k, tensors.k_scale), ("v", v, kv.v, tensors.v_scale)):
         if rows is None or pages is None:
             if rows is not None or pages is not None:
@@ -244,6 +244,14 @@ def cache_gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) 
     k = torch.cat([part.k for part in parts]).to(layer.dtype)
     v = [part.v for part in parts if part.v is not None]
     return KV(k, torch.cat(v).to(layer.dtype) if v else None)
+
+
+def cache_copy(source: KV, target: KV, pages: torch.Tensor, layer: Layer) -> None:
+    """Whole pages, each pair (from, to) of `pages` [n, 2]; a pair with a negative page copies nothing."""
+    come, go = pages[(pages >= 0).all(1)].long().unbind(1)
+    for read, written in zip(source, target, strict=True):
+        if read is not None and written is not None:
+            written[go] = read[come]
 
 
 def gather(
@@ -312,4 +320,5 @@ KERNELS = (
     Kernel(_caps(Op.MERGE), merge),
     Kernel(_caps(Op.CACHE_WRITE), cache_write),
     Kernel(_caps(Op.CACHE_GATHER), cache_gather),
+    Kernel(_caps(Op.CACHE_COPY), cache_copy),
 )

@@ -196,13 +196,15 @@ def _sdpa(
 
 
 def cache_write(
-    k: torch.Tensor, v: torch.Tensor, kv: KV, slot_mapping: torch.Tensor, layer: Layer, tensors: LayerTensors
+    k: torch.Tensor, v: torch.Tensor | None, kv: KV, slot_mapping: torch.Tensor, layer: Layer, tensors: LayerTensors
 ) -> None:
     """Scatter rows to slots. On a device without reading it: there a row that writes nothing repeats one that writes.
 
     Which of two rows with the same slot is kept is not defined.
     """
-    assert kv.v is not None
+    if kv.v is None:
+        k, v = k if v is None else torch.cat([k, v], -1), None
+    pairs = [(new, cache) for new, cache in ((k, kv.k), (v, kv.v)) if new is not None and cache is not None]
     num_pages, page_size = kv.k.shape[:2]
     slots = slot_mapping.long()
     live = (slots >= 0) & (slots < num_pages * page_size)
@@ -211,14 +213,15 @@ def cache_write(
             raise ValueError(f"slot_mapping holds {int(slots.max())}; the cache has {num_pages * page_size} slots")
         tokens = slice(None) if live.all() else live.nonzero()[:, 0]
         pages, offsets = slots[tokens] // page_size, slots[tokens] % page_size
-        for new, cache in ((k, kv.k), (v, kv.v)):
+        for new, cache in pairs:
             cache[pages, offsets] = new[: len(slots)][tokens]
         return
     source = torch.where(live, torch.arange(len(slots), device=slots.device), live.long().argmax())
     slots = slots[source].clamp(min=0, max=num_pages * page_size - 1)
     pages, offsets = slots // page_size, slots % page_size
-    for new, cache in ((k, kv.k), (v, kv.v)):
-        cache[pages, offsets] = torch.where(live[source][:, None, None], new[source], cache[pages, offsets])
+    for new, cache in pairs:
+        keep = live[source].view(-1, *[1] * (new.dim() - 1))
+        cache[pages, offsets] = torch.where(keep, new[source], cache[pages, offsets])
 
 
 def _kernels() -> Iterator[Kernel]:

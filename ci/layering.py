@@ -45,10 +45,11 @@ CORE: dict[str, list[str]] = {
     "ops": ["check"],
     "slot": ["ops"],
     "attention": ["explain", "slot", "variants", "backends"],
+    "copies": ["attention"],
     "graphs": ["attention"],
 }
 LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
-BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "ragged", "sets", "backends"]
+BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "platform", "ragged", "sets", "upload", "backends"]
 PLATFORM = ["layer", "platform"]
 
 # A library and the files that may import it, inside functions.

@@ -10,6 +10,7 @@ out = attn.run(q, cache, plan, k=k, v=v).out
 from portable.attention import Attention, available_kernels
 from portable.batch import Batch
 from portable.cache import allocate_cache
+from portable.copies import copy_pages
 from portable.kernel import KV, AttnOut, Kernel, KernelCaps, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.merge import merge_states
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedError",
     "allocate_cache",
     "available_kernels",
+    "copy_pages",
     "describe",
     "detect",
     "merge_states",

@@ -26,7 +26,7 @@ SCHEMA = 1
 GROUPS = ("portable.platforms", "portable.kernels")
 VARIABLES = {
     "PORTABLE_BACKEND": "forces kernels: a provider or kernel name, or op=name,...",
-    "PORTABLE_CACHE_DIR": "where converted models are kept",
+    "PORTABLE_CACHE_DIR": "where converted models and compiled kernels are kept",
     "PORTABLE_DEVICE": "the device when none is named",
     "PORTABLE_LOG": "what is reported on stderr: debug, info, warning or error",
     "PORTABLE_PLUGINS": "the plug-ins that may load; empty: none",

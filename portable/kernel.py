@@ -4,9 +4,12 @@ A backend is a tuple `KERNELS` of `Kernel` values. How `run` is called depends o
 
     PREFILL, PAGED  run(q, kv, segment, layer, tensors, out, lse)    kv: contiguous K/V, or the pages
     MLA_DECODE      run(q, kv, segment, layer, tensors, out, lse)    q [T, H, rank + rope], kv.k the latent pages
-    MERGE           run(out_a, lse_a, out_b, lse_b, sinks, out, lse)
+    MERGE           run(outs, lses, sinks, out, lse)                 any number of parts, as `merge_states`
     CACHE_WRITE     run(k, v, kv, slot_mapping, layer, tensors)
     CACHE_GATHER    run(kv, segment, layer, tensors) -> KV           packed [Tk, Hkv, D] in the layer's dtype
+    CACHE_COPY      run(source, target, pages, layer)                pages [n, 2] i64, (from, to); negative: no copy
+
+For MLA, CACHE_WRITE takes k [T, rank + rope] and no v, or k [T, rank] and v [T, rope].
 
 `out` [T, H, Dv] and `lse` [H, T] f32 (or None) are written in place and may be strided views; nothing is returned.
 """

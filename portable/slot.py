@@ -79,14 +79,9 @@ class Slot:
             part_out, part_lse = torch.empty_like(out), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
             run_part(part, chosen, layer, q, kv, new, without, part_out, part_lse)
             partial.append((part_out[:num_tokens], part_lse[:, :num_tokens]))
-        merge = kernels(Op.MERGE, Needs()).run
-        *first, last = partial
-        total_out, total_lse = first[0]
-        for more_out, more_lse in first[1:]:
-            merge(total_out, total_lse, more_out, more_lse, None, total_out, total_lse)
-        merge(
-            total_out, total_lse, *last, tensors.sinks, out[:num_tokens], None if lse is None else lse[:, :num_tokens]
-        )
+        outs, lses = zip(*partial, strict=True)
+        merged_lse = None if lse is None else lse[:, :num_tokens]
+        kernels(Op.MERGE, Needs()).run(outs, lses, tensors.sinks, out[:num_tokens], merged_lse)
 
     def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None:
         """The new tokens of the planned step into their slots."""

@@ -28,6 +28,8 @@ LENS: Mapping[str, Lens] = {
     "long": ((1, 300), (7, 263), (2, 5)),
     "long_decode": ((1, 300), (1, 257), (1, 0), (1, 4)),
 }
+CALLED = ("page_size", "scales", "lse", "strided", "slots", "in_place", "parts", "joined", "same_pool")
+LATENT_PAGES = ("nhd", "interleaved")
 PACKED = ("k_packed", "shuffled")  # values of `pages` that are layouts of their own; the others are strided views
 
 NUMBERS: Axes = {
@@ -42,6 +44,8 @@ CACHE: Axes = {
     "kv_dtype": (None, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.bfloat16),
     "scales": ("none", "scalar", "head"),  # of fp8
 }
+COPIED: Axes = {name: CACHE[name] for name in ("page_size", "pages", "kv_dtype")}
+ONE_TENSOR = (None, (64, 16), (24, 8))  # of MLA, for the operations of a cache; None: K and V
 MASK: Axes = {"causal": (True, False, "layer", "mixed"), "lens": tuple(LENS)}
 FEATURES: Axes = {
     "window": ((None, None), (3, 0), (2, 1), (None, 2), (0, 0), (20, None)),
@@ -60,18 +64,28 @@ AXES: Mapping[Op, Axes] = {
         "dtype": NUMBERS["dtype"],
         **LATENT,
         **CACHE,
-        "pages": ("nhd", "interleaved"),
+        "pages": LATENT_PAGES,
         "scales": ("none", "scalar"),
     },
-    Op.MERGE: {"sinks": (False, True), "strided": (False, True), "in_place": (False, True), **DIMS, **NUMBERS},
+    Op.MERGE: {
+        "sinks": (False, True),
+        "strided": (False, True),
+        "in_place": (False, True),
+        "parts": (2, 3, 9),
+        **DIMS,
+        **NUMBERS,
+    },
     Op.CACHE_WRITE: {
         "slots": ("all", "int32", "short", "holes", "nothing", "past_the_end"),
         "strided": (False, True),
+        "ranks": ONE_TENSOR,
+        "joined": (True, False),
         **CACHE,
         **DIMS,
         **NUMBERS,
     },
-    Op.CACHE_GATHER: {"lens": MASK["lens"], **CACHE, **DIMS, **NUMBERS},
+    Op.CACHE_GATHER: {"lens": MASK["lens"], "ranks": ONE_TENSOR, **CACHE, **DIMS, **NUMBERS},
+    Op.CACHE_COPY: {"same_pool": (False, True), "ranks": ONE_TENSOR, **COPIED, **DIMS, **NUMBERS},
 }
 
 
@@ -90,6 +104,9 @@ class Case:
     strided: bool = False
     slots: str = "all"
     in_place: bool = False
+    parts: int = 2
+    joined: bool = True  # of MLA: both parts of a row come in one tensor
+    same_pool: bool = False
 
     def needs(self) -> Needs:
         return Needs(
@@ -109,10 +126,12 @@ def case_of(op: Op, cell: Cell) -> Case | None:
     types = {"dtype": cell["dtype"], "kv_dtype": kv_dtype}
     if kv_dtype.itemsize > 1 and cell.get("scales", "none") != "none":
         return None
-    if "ranks" in cell:
+    if cell.get("ranks"):
+        if pages not in LATENT_PAGES or cell.get("scales") == "head":
+            return None
         rank, rope = cell["ranks"]
-        scale = cell["times_scale"] * default_scale(rank + rope)
-        heads = cell["latent_heads"]
+        scale = cell.get("times_scale", 1.0) * default_scale(rank + rope)
+        heads = cell.get("latent_heads", 4)
         layer = Layer.mla(num_heads=heads, kv_lora_rank=rank, qk_rope_head_dim=rope, scale=scale, **types)
     else:
         (heads, kv_heads), (qk_dim, v_dim) = cell["heads"], cell["dims"]
@@ -138,7 +157,7 @@ def case_of(op: Op, cell: Cell) -> Case | None:
         layer, causal = replace(layer, causal=False), False
     elif causal == "mixed":
         causal = tuple(r % 2 == 0 for r in range(len(lens)))
-    rest = {name: cell[name] for name in ("page_size", "scales", "lse", "strided", "slots", "in_place") if name in cell}
+    rest = {name: cell[name] for name in CALLED if name in cell}
     return Case(op=op, layer=layer, lens=lens, causal=causal, pages=pages, **rest)
 
 
@@ -185,8 +204,9 @@ def _pair(names: list[str], one: tuple[str, int], other: tuple[str, int]) -> tup
 
 
 def _first(axes: Axes, fits: Callable[[Cell], bool]) -> Cell | None:
-    """The first cell that fits; the axes of the end vary first, so features stay off."""
-    cells = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+    """The first cell that fits; lengths vary first, then the axes of the end, so features stay off."""
+    names = sorted(axes, key="lens".__eq__)
+    cells = (dict(zip(names, values, strict=True)) for values in itertools.product(*(axes[name] for name in names)))
     return next((cell for cell in itertools.islice(cells, 20_000) if fits(cell)), None)
 
 

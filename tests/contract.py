@@ -43,7 +43,12 @@ def check(kernel: Kernel, case: Case, device: str = "cpu") -> set[str]:
     """Raise AssertionError where the kernel departs from the contract in this case; else the features it shows."""
     if case.op in ATTENTION:
         return check_attention(kernel, case, device)
-    {Op.MERGE: check_merge, Op.CACHE_WRITE: check_write, Op.CACHE_GATHER: check_gather}[case.op](kernel, case, device)
+    {
+        Op.MERGE: check_merge,
+        Op.CACHE_WRITE: check_write,
+        Op.CACHE_GATHER: check_gather,
+        Op.CACHE_COPY: check_copy,
+    }[case.op](kernel, case, device)
     return set()
 
 
@@ -165,29 +170,30 @@ def visible_keys(lens: Lens, causal: bool | tuple[bool, ...], window: tuple[int 
 
 
 def check_merge(kernel: Kernel, case: Case, device: str) -> None:
-    """Rows 0 to 2 have no keys on the left, on the right and on both sides, marked by either infinity."""
-    layer, normal = case.layer, numbers(case)
-    tokens, heads, width = 6, layer.num_heads, layer.v_head_dim
-    outs = [strided(normal(tokens, heads, width).to(layer.dtype), case.strided, device) for _ in range(2)]
-    lses = [2 * normal(heads, tokens) for _ in range(2)]
-    for part, row, infinity in ((0, 0, -torch.inf), (1, 1, torch.inf), (0, 2, torch.inf), (1, 2, -torch.inf)):
-        lses[part][:, row] = infinity
-        outs[part][row] = torch.nan
+    """Row i < parts has no keys in part i, and the row behind those in no part; either infinity says so."""
+    layer, normal, parts = case.layer, numbers(case), case.parts
+    tokens, heads, width = parts + 4, layer.num_heads, layer.v_head_dim
+    outs = [strided(normal(tokens, heads, width).to(layer.dtype), case.strided, device) for _ in range(parts)]
+    lses = [2 * normal(heads, tokens) for _ in range(parts)]
+    for part in range(parts):
+        for row in (part, parts):
+            lses[part][:, row] = torch.inf if (part + row) % 2 else -torch.inf
+            outs[part][row] = torch.nan
     lses = [strided(part.T, True, device).T if case.strided else part.to(device) for part in lses]
     sinks = torch.linspace(-1, 2, heads, device=device) if layer.sinks else None
     weights = [part.double().masked_fill(part.isinf(), -torch.inf).exp().T[..., None] for part in lses]
-    total = weights[0] + weights[1] + (0 if sinks is None else sinks.double().exp()[:, None])
-    want = sum((w * o.double()).masked_fill(w == 0, 0) for w, o in zip(weights, outs, strict=True))
+    total = torch.stack(weights).sum(0) + (0 if sinks is None else sinks.double().exp()[:, None])
+    want = torch.stack([(w * o.double()).masked_fill(w == 0, 0) for w, o in zip(weights, outs, strict=True)]).sum(0)
     want = (want / total).masked_fill(total == 0, 0)
     out, guard = guarded((tokens, heads, width), layer.dtype, case.strided, device)
     out, guard = (outs[0], lambda _: None) if case.in_place else (out, guard)
     lse = torch.full((heads, tokens), torch.nan, device=device)
     with unchanged(*outs[case.in_place :], *lses, sinks):
-        kernel.run(outs[0], lses[0], outs[1], lses[1], sinks, out, lse)
+        kernel.run(outs, lses, sinks, out, lse)
     most = tolerance(kernel, case)
     assert (wrong := error(out, want)) <= most, f"out is wrong by {wrong:.3g}, the tolerance is {most}"
     assert (wrong := error(lse, total[..., 0].log().T)) <= LSE_TOLERANCE, f"lse is wrong by {wrong:.3g}"
-    assert (out[2] == 0).all(), "a row without keys on either side is not 0"
+    assert (out[parts] == 0).all(), "a row without keys in any part is not 0"
     guard("out")
 
 
@@ -208,6 +214,8 @@ def check_write(kernel: Kernel, case: Case, device: str) -> None:
     rows = KV(*(new and normal(tokens, *new).to(layer.dtype) for new in row_shapes(case)))
     stored = as_stored(layer, rows, tensors)
     given = KV(*(None if x is None else strided(x, case.strided, device) for x in rows))
+    if layer.family == "mla" and not case.joined:
+        given = KV(given.k[:, : layer.kv_lora_rank], given.k[:, layer.kv_lora_rank :])
     slots = slots.to(device=device, dtype=torch.int32 if case.slots == "int32" else torch.int64)
     blank = [storage_of(pages).clone() for pages in want if pages is not None]
     for token, slot in enumerate(slots.tolist()):
@@ -229,6 +237,37 @@ def check_gather(kernel: Kernel, case: Case, device: str) -> None:
     layer, inputs = case.layer, build(kernel, case, device)
     with unchanged(*inputs.kv, *inputs.tensors, *tensors_of(inputs.segment)):
         got = kernel.run(inputs.kv, inputs.segment, layer, inputs.tensors)
-    for part, want in zip(got, (inputs.k, inputs.v), strict=True):
+    expected_rows = (inputs.k[:, 0], None) if layer.family == "mla" else (inputs.k, inputs.v)
+    for part, want in zip(got, expected_rows, strict=True):
+        if want is None:
+            assert part is None, "MLA has one tensor of latents"
+            continue
         assert part.dtype == layer.dtype and part.shape == want.shape, f"gathered {part.dtype} {tuple(part.shape)}"
         assert (wrong := error(part, want)) <= tolerance(kernel, case), f"gathered rows are wrong by {wrong:.3g}"
+
+
+def check_copy(kernel: Kernel, case: Case, device: str) -> None:
+    """Three pages and a pair that copies nothing; every element of both pools afterwards."""
+    pools = [blank_pages(case, 9, device) for _ in range(1 if case.same_pool else 2)]
+    normal = numbers(case)
+    for pages in (pages for pool in pools for pages in pool if pages is not None):
+        pages.copy_(normal(*pages.shape).to(pages.dtype))
+    source, target = pools[0], pools[-1]
+    pairs = torch.tensor([[7, 0], [2, 8], [-1, 3], [7, 5], [4, -1]], device=device)
+    memory = [[storage_of(pages, torch.uint8) for pages in pool if pages is not None] for pool in pools]
+    before = [[part.clone() for part in pool] for pool in memory]
+    want = [None if pages is None else pages.clone() for pages in target]
+    for come, go in pairs.tolist():
+        for pages, right in zip(source, want, strict=True):
+            if come >= 0 and go >= 0 and pages is not None and right is not None:
+                right[go] = pages[come]
+    kernel.run(source, target, pairs, case.layer)
+    for pages, right in zip(target, want, strict=True):
+        if pages is not None and right is not None:
+            assert torch.equal(pages.double(), right.double()), "pages differ from what was to be copied"
+            pages[[0, 8, 5]] = torch.nan
+    for pages, old in zip(memory[-1], before[-1], strict=True):
+        changed = (pages != old).sum()
+        assert changed <= 3 * pages.numel() // 9, f"{int(changed)} bytes beside the three pages were written"
+    if not case.same_pool:
+        assert all(torch.equal(a, b) for a, b in zip(memory[0], before[0], strict=True)), "the source was written"

@@ -22,18 +22,36 @@ class MemoryFault(Exception):
         source: "file:line" of the kernel, "" where the assembly does not say.
         workgroup: of the first wave at fault: its `Memory.workgroup_name`.
         lanes: of that wave; empty for a scalar access.
+        kernel: its name, "" where it is not known.
     """
 
     def __init__(
-        self, reason: str, instruction: Instruction | None, workgroup: object, wave: int, lanes: tuple[int, ...]
+        self,
+        reason: str,
+        instruction: Instruction | None,
+        workgroup: object,
+        wave: int,
+        lanes: tuple[int, ...],
+        kernel: str = "",
     ) -> None:
-        self.reason, self.workgroup, self.wave, self.lanes = reason, workgroup, wave, lanes
+        self.reason, self.workgroup, self.wave, self.lanes, self.kernel = reason, workgroup, wave, lanes, kernel
         self.instruction = instruction.text if instruction else ""
         self.source = instruction.source if instruction else ""
         where = f" by {instruction.text!r} (assembly line {instruction.line})" if instruction else ""
         where += f" at {self.source}" if self.source else ""
         which = f", lanes {ranges(lanes)}" if lanes else ""
-        super().__init__(f"{reason}{where}, workgroup {workgroup}, wave {wave}{which}")
+        name = f"{kernel}: " if kernel else ""
+        super().__init__(f"{name}{reason}{where}, workgroup {workgroup}, wave {wave}{which}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (str(self), self.__dict__)
+
+
+def _restored(message: str, attributes: dict[str, Any]) -> MemoryFault:
+    """A fault that another process has sent."""
+    fault = MemoryFault.__new__(MemoryFault, message)
+    fault.__dict__.update(attributes)
+    return fault
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -125,4 +143,4 @@ class ScalarAccess:
 def _fault(reason: str, i: Instruction | None, group: Group, row: int, lanes: tuple[int, ...]) -> MemoryFault:
     wave = int(group.at[row])
     workgroup = group.memory.workgroup_name(int(group.waves.workgroup[wave]))
-    return MemoryFault(reason, i, workgroup, wave % group.waves.per_group, lanes)
+    return MemoryFault(reason, i, workgroup, wave % group.waves.per_group, lanes, group.memory.kernel)

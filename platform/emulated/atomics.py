@@ -71,6 +71,16 @@ def _swap_if(old: Array, new: Array, expected: Array) -> Array:
     return np.where(old == expected, new, old)
 
 
+def _least(old: Array, new: Array) -> Array:
+    """new < old ? new : old: a NaN in memory stays, and one that comes changes nothing."""
+    return np.where(new < old, new, old)
+
+
+def _greatest(old: Array, new: Array) -> Array:
+    """new > old ? new : old."""
+    return np.where(new > old, new, old)
+
+
 def _second(old: Array, new: Array) -> Array:
     """new."""
     return new
@@ -98,8 +108,8 @@ def _bits(width: int) -> dict[str, Atomic]:
 _FLOAT = {
     "add_f32": Atomic(np.dtype(np.float32), np.add),
     "add_f64": Atomic(np.dtype(np.float64), np.add),
-    "min_f64": Atomic(np.dtype(np.float64), np.fmin),
-    "max_f64": Atomic(np.dtype(np.float64), np.fmax),
+    "min_f64": Atomic(np.dtype(np.float64), _least),
+    "max_f64": Atomic(np.dtype(np.float64), _greatest),
     "pk_add_f16": Atomic(np.dtype(np.uint32), _add_f16),
     "pk_add_bf16": Atomic(np.dtype(np.uint32), _add_bf16),
 }
@@ -126,8 +136,8 @@ def _lds(width: int) -> dict[tuple[str, str], Atomic]:
 LDS = _lds(4) | _lds(8)
 LDS |= {
     ("add", "f32"): _FLOAT["add_f32"],
-    ("min", "f32"): Atomic(np.dtype(np.float32), np.fmin),
-    ("max", "f32"): Atomic(np.dtype(np.float32), np.fmax),
+    ("min", "f32"): Atomic(np.dtype(np.float32), _least),
+    ("max", "f32"): Atomic(np.dtype(np.float32), _greatest),
     ("add", "f64"): _FLOAT["add_f64"],
     ("min", "f64"): _FLOAT["min_f64"],
     ("max", "f64"): _FLOAT["max_f64"],

@@ -9,7 +9,7 @@ from portable.platform.emulated.atomics import MEMORY, Atomic
 from portable.platform.emulated.global_ import TO_LDS, to_lds
 from portable.platform.emulated.isa import Instruction, Operand
 from portable.platform.emulated.transfer import CACHE, LOADS, STORES, Load, Store, accept, data, read, write, write_old
-from portable.platform.emulated.waves import U64, Array, Group, handles
+from portable.platform.emulated.waves import POISON, U64, Array, Group, handles
 
 SWIZZLED = 1 << 31  # of descriptor word 1
 ADD_LANE = 1 << 23  # of descriptor word 3
@@ -31,8 +31,12 @@ def address(w: Group, i: Instruction, vector: Operand, descriptor: Operand, scal
     elif vector.kind != "off":
         raise NotImplementedError(f"line {i.line}: {i.text!r} has a vector address without offen")
     inside += w.scalar(scalar).astype(np.int64)[:, None]
-    base = w.get_s64(descriptor.index) & U64(0xFFFFFFFFFFFF)
-    return base[:, None] + inside.astype(U64), w.get_s(descriptor.index + 2).astype(np.int64)[:, None] - inside
+    base, size = w.get_s64(descriptor.index) & U64(0xFFFFFFFFFFFF), w.get_s(descriptor.index + 2)[:, None]
+    if (size == POISON).any():
+        access = Access(w, i)
+        if not access.none and (bad := access.pick(np.broadcast_to(size, w.active.shape)) == POISON).any():
+            raise access.fault("access through a buffer whose size was never written", bad)
+    return base[:, None] + inside.astype(U64), size.astype(np.int64) - inside
 
 
 def fetch(w: Group, i: Instruction, at: Array, room: Array, nbytes: int) -> Array:

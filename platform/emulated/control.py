@@ -92,6 +92,14 @@ def _load(w: Group, i: Instruction) -> None:
     index = scalar_destination(i)
     shift = np.full(w.size, offset.index, I64) if offset.kind == "i" else w.scalar(offset).astype(I64)
     addresses = (w.scalar64(base) + (shift + i.number("offset")).astype(U64)) & ~U64(3)
+    w.memory.now(i, w)
     loaded = np.ascontiguousarray(w.memory.load_scalar(addresses, 4 * words)).view(U32)
     for word in range(words):
         w.set_s(index + word, loaded[:, word])
+
+
+@handles("s_getpc_b64")
+def _program_counter(w: Group, i: Instruction) -> None:
+    """D = PC + 4, the address of the next instruction: 0 here, from where `data.link` counts."""
+    plain(i, 1)
+    w.set_s64(scalar_destination(i), np.zeros(w.size, U64))

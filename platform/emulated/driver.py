@@ -6,7 +6,7 @@ assembly arrives, and one private attribute, the driver that was active before.
 
 from __future__ import annotations
 
-import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from portable.platform.emulated.arguments import Arguments
 from portable.platform.emulated.isa import Code, decode
-from portable.platform.emulated.machine import BUDGET, LDS_BYTES, Buffer, launch, pack
-from portable.platform.emulated.waves import LANES, Array
+from portable.platform.emulated.machine import BUDGET, LDS_BYTES, launch
+from portable.platform.emulated.unwritten import Unwritten
+from portable.platform.emulated.waves import LANES
 
 # Triton keeps compiled kernels by device index: each architecture has its own, and none is a real GPU's.
 DEVICES = {"gfx942": 942, "gfx950": 950}
@@ -50,19 +52,58 @@ class Emulation:
 
     arch: str
     budget: int = BUDGET  # steps of a batch of workgroups before a kernel counts as stuck
+    processes: int = 1  # that share a launch's workgroups
     launches: list[Launch] = field(default_factory=list)
     reachable: list[Any] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
+    _unwritten: Unwritten = field(default_factory=Unwritten)
 
     @property
     def instructions(self) -> int:
         """Executed by all launches."""
         return sum(each.instructions for each in self.launches)
 
+    def uninitialised(self, tensor: Any) -> Any:
+        """Declare that a CPU tensor holds no values yet, and return it: a kernel that reads a byte of it is reported.
+
+        Each byte counts as written after a kernel has written it, and all of them after torch has changed any.
+
+        Raises:
+            ValueError: the tensor is not on the CPU, or an inference tensor, whose changes torch does not count.
+        """
+        return self._unwritten.add(tensor)
+
+    def arguments(self) -> Arguments:
+        """Of the next launch, to be filled."""
+        return Arguments(self._unwritten.written())
+
+    def run(
+        self, code: Code, grid: Sequence[int], block: Sequence[int], arguments: Arguments, lds_bytes: int = 0
+    ) -> Launch:
+        """Launch a kernel over workgroups of `block` threads, and record that; `machine.launch` says what may go wrong.
+
+        Raises:
+            RuntimeError: the code was compiled for another architecture.
+        """
+        if code.arch != self.arch:
+            raise RuntimeError(f"{code.name} was compiled for {code.arch}, and the emulated device is {self.arch}")
+        for number, tensor in enumerate(self.reachable):
+            arguments.pointer(f"reachable[{number}]", tensor)
+        x, y, z = grid
+        packed, buffers = arguments.packed(), arguments.buffers
+        executed = launch(code, grid, block, packed, buffers, lds_bytes, self.budget, processes=self.processes)
+        self.launches.append(Launch(code.name, code.arch, (x, y, z), executed))
+        return self.launches[-1]
+
 
 @contextmanager
-def activate(arch: str, budget: int = BUDGET) -> Iterator[Emulation]:
+def activate(arch: str, budget: int = BUDGET, processes: int | None = None) -> Iterator[Emulation]:
     """Make an emulated "gfx942" or "gfx950" Triton's active device, in this thread, until the end of the block.
+
+    Args:
+        budget: steps that a batch of workgroups may take before a kernel counts as stuck.
+        processes: that share the workgroups of a long launch; by default two, but one where pytest-xdist has made
+            this process, so that there are as many already. There are no more than this machine has processors.
 
     >>> with activate("gfx90a"):
     ...     pass
@@ -70,14 +111,18 @@ def activate(arch: str, budget: int = BUDGET) -> Iterator[Emulation]:
     ValueError: arch 'gfx90a' is not one of gfx942, gfx950
 
     Raises:
-        ValueError: an architecture without emulation.
+        ValueError: an architecture without emulation, or less than one process.
         RuntimeError: an emulated device is active already, or this version of Triton cannot be hooked.
     """
     global _current
     if arch not in DEVICES:
         raise ValueError(f"arch {arch!r} is not one of {', '.join(DEVICES)}")
+    if processes is None:
+        processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    if processes < 1:
+        raise ValueError(f"processes={processes} is less than 1")
     config, hook = _triton()
-    driver, emulation = _driver(arch), Emulation(arch, budget)
+    driver, emulation = _driver(arch), Emulation(arch, budget, min(processes, os.cpu_count() or 1))
     with _lock:
         if _current is not None:
             where = "this" if _current.thread == emulation.thread else "another"
@@ -115,8 +160,12 @@ def _loading(module: object, function: object, name: str, files: Mapping[str, st
             _pending.append(key)
 
 
-def _emulation() -> Emulation:
-    """The active one, for this thread."""
+def current() -> Emulation:
+    """The active one of this thread.
+
+    Raises:
+        RuntimeError: there is none, or it belongs to another thread.
+    """
     if _current is None:
         raise RuntimeError("no emulated device is active: launch inside `with activate(arch)`")
     if _current.thread != threading.get_ident():
@@ -178,68 +227,19 @@ class Launcher:
         leave: Callable[[object], None] | None,
         *arguments: Any,
     ) -> None:
-        emulation, code = _emulation(), _codes[function]
-        if code.arch != emulation.arch:
-            raise RuntimeError(f"{code.name} was compiled for {code.arch}, and the emulated device is {emulation.arch}")
-        buffers: dict[int, Buffer] = {}
-        flat: list[tuple[str, int | float]] = []
+        emulation, code = current(), _codes[function]
+        given = emulation.arguments()
         for (name, kind), value in zip(self.signature.items(), arguments, strict=True):
-            flatten(name, kind, value, flat, buffers)
-        for number, tensor in enumerate(emulation.reachable):
-            flatten(f"reachable[{number}]", "*", tensor, [], buffers)
-        groups = x * y * z
+            given.add(name, kind, value)
         for what in ("global_scratch", "profile_scratch"):
-            space = np.zeros(groups * (getattr(self.metadata, f"{what}_size", 0) or 0), np.uint8)
-            flat.append(("*", space.ctypes.data if space.size else 0))
-            buffers.setdefault(space.ctypes.data, Buffer(what, space))
+            size = x * y * z * (getattr(self.metadata, f"{what}_size", 0) or 0)
+            given.add(what, "*", np.zeros(size, np.uint8) if size else None)
         if enter is not None:
             enter(described)
-        if groups:
-            executed = launch(
-                code,
-                (x, y, z),
-                (self.metadata.num_warps * LANES, 1, 1),
-                pack(flat),
-                list(buffers.values()),
-                self.metadata.shared,
-                emulation.budget,
-            )
-            emulation.launches.append(Launch(code.name, code.arch, (x, y, z), executed))
+        if x * y * z:
+            emulation.run(code, (x, y, z), (self.metadata.num_warps * LANES, 1, 1), given, self.metadata.shared)
         if leave is not None:
             leave(described)
-
-
-def flatten(name: str, kind: Any, value: Any, flat: list[tuple[str, int | float]], buffers: dict[int, Buffer]) -> None:
-    """One argument to `flat`, tuples part by part; the storage behind a tensor to `buffers`, by its address.
-
-    Raises:
-        ValueError: a tensor that is not on the CPU, or a tensor descriptor.
-    """
-    if isinstance(kind, tuple):
-        for number, (part, each) in enumerate(zip(kind, value, strict=True)):
-            flatten(f"{name}[{number}]", part, each, flat, buffers)
-    elif kind == "constexpr":
-        return
-    elif kind.startswith("tensordesc"):
-        raise ValueError(f"argument {name} is a tensor descriptor; an emulated device takes pointers")
-    elif not kind.startswith("*"):
-        flat.append((kind, value))
-    elif value is None or isinstance(value, int):
-        flat.append((kind, value or 0))
-    else:
-        if value.device.type != "cpu":
-            raise ValueError(f"argument {name} is on {value.device}; an emulated device takes CPU tensors")
-        data = storage(value)
-        buffers.setdefault(data.ctypes.data, Buffer(name, data))
-        flat.append((kind, value.data_ptr()))
-
-
-def storage(tensor: Any) -> Array:
-    """The bytes of the whole storage that a CPU tensor lies in, shared with it."""
-    held = tensor.untyped_storage()
-    if not held.nbytes():
-        return np.zeros(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * held.nbytes()).from_address(held.data_ptr()))
 
 
 def _driver(arch: str) -> Any:
@@ -262,7 +262,7 @@ def _driver(arch: str) -> Any:
             return GPUTarget("hip", arch, LANES)
 
         def get_current_device(self) -> int:
-            _emulation()
+            current()
             return DEVICES[arch]
 
         def set_current_device(self, device: int) -> None:
@@ -295,7 +295,7 @@ def _driver(arch: str) -> Any:
 
 def count(call: Callable[[], object], quantiles: Sequence[float] | None = None, **options: Any) -> list[float]:
     """What an autotuner measures here: the instructions that a call executes. It is no time, but never differs."""
-    emulation = _emulation()
+    emulation = current()
     before = emulation.instructions
     call()
     return [float(emulation.instructions - before)] * len(quantiles or (0.5,))

@@ -205,6 +205,8 @@ OTHER: dict[str, tuple[str, Function]] = {
     "v_sub_u16": ("ww>w", lambda a, b: a - b),
     "v_subrev_u16": ("ww>w", lambda a, b: b - a),
     "v_mul_lo_u16": ("ww>w", lambda a, b: a * b),
+    "v_mad_legacy_u16": ("www>w", lambda a, b, c: a * b + c),  # these clear the upper half, v_mad_* keep it
+    "v_mad_legacy_i16": ("sss>s", lambda a, b, c: a * b + c),
     "v_min_u16": ("ww>w", np.minimum),
     "v_max_u16": ("ww>w", np.maximum),
     "v_min_i16": ("ss>s", np.minimum),

@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class Instruction:
     modifiers: Mapping[str, object]  # int, list of int, str, or True for a flag
     text: str
     line: int  # of the assembly
-    source: str = ""  # "file:line" where the assembly says so
+    source: str = ""  # "file:line" where the assembly says so, and the kernel's line if that is in a header
 
     def number(self, name: str, default: int = 0) -> int:
         """An integer modifier."""
@@ -116,12 +117,18 @@ def decode(text: str, name: str) -> Code:
             break
         line = raw.split(";")[0].split("//")[0].strip()
         if at := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
-            source = f"{files.get(at[1], at[1])}:{at[2]}"
+            source = f"{files.get(at[1], at[1])}:{at[2]}" + _caller(files.get(at[1], ""), raw)
         if line.endswith(":"):
             labels[line[:-1]] = len(instructions)
         elif line and not line.startswith("."):
             instructions.append(instruction(line, number, source))
     return Code(name, target[1], tuple(instructions), labels, _facts(text, name), _hidden(text, name))
+
+
+def _caller(file: str, location: str) -> str:
+    """Where code that was inlined from `file`, a header, was called in the kernel's own, which the comment has last."""
+    chain = re.findall(r"@\[ (?:\S*/)?([^/\s]+):(\d+):\d+", location)
+    return f", called at {chain[-1][0]}:{chain[-1][1]}" if chain and chain[-1][0] != Path(file).name else ""
 
 
 def instruction(text: str, line: int = 0, source: str = "") -> Instruction:

@@ -3,6 +3,9 @@
 Lane i + M*g holds row i of A (column i of B), g the lane's group: the elements of K that follow those of group g - 1,
 or, where an instruction has as many blocks as groups, another product. A register of D holds, in lane j + M*g, column
 j of the rows 4*g + register. EXEC does not matter. Sums are float32 (float64 for scaled ones), in no particular order.
+
+AMD's CDNA4 manual, chapter 7, says so, and that overflows give the largest number under MODE.FP16_OVFL; it does not say
+how xf32 rounds its sources, nor in which order sums are formed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 
 from portable.platform.emulated.formats import values
 from portable.platform.emulated.isa import Instruction, Operand
-from portable.platform.emulated.waves import F32, I32, LANES, U32, Array, Group, handles
+from portable.platform.emulated.waves import F32, I32, I64, LANES, U32, Array, Group, handles
 
 BOTH = (
     "f32_32x32x2_f32 f32_16x16x4_f32 f32_32x32x1_2b_f32 f32_16x16x1_4b_f32 f32_4x4x1_16b_f32 "
@@ -97,7 +100,7 @@ def elements(w: Group, operand: Operand, kind: str) -> Array:
 def rows(held: Array, shape: Product, split: bool) -> Array:
     """[G, 64, n] elements of lanes to [G, blocks, m, k].
 
-    With `split` a lane's first half precedes, in K, every lane's second half (the 6 and 8 bit types of f8f6f4).
+    With `split` a lane's first half precedes, in K, every lane's second half (the 8-bit types of f8f6f4).
     """
     parts: Array = held.reshape(len(held), shape.blocks, shape.groups, shape.m, 2 if split else 1, -1)
     out: Array = parts.transpose(0, 1, 3, 4, 2, 5).reshape(len(held), shape.blocks, shape.m, -1)
@@ -117,17 +120,27 @@ def registers(matrix: Array, shape: Product) -> Array:
 
 
 def scales(w: Group, i: Instruction, which: int, shape: Product) -> Array:
-    """[G, 1, m, k] float64: 2**(byte - 127) for every 32 elements of K; op_sel and op_sel_hi choose the byte."""
+    """[G, 1, m, k] float64: 2**(byte - 127) for every 32 elements of K; op_sel and op_sel_hi choose the byte.
+
+    A float constant gives its exponent.
+    """
     low, high = i.modifiers.get("op_sel", [0, 0, 0]), i.modifiers.get("op_sel_hi")
     if not isinstance(low, list) or not isinstance(high, list):
         raise NotImplementedError(f"{i.text}: a scale's byte is chosen by op_sel and op_sel_hi")
-    octet = (w.u32(i.operands[4 + which]) >> U32(8 * (low[which] + 2 * high[which]))) & U32(0xFF)
+    given = i.operands[4 + which]
+    if given.kind == "i" or (given.kind == "f" and low[which] + high[which]):
+        raise NotImplementedError(f"{i.text}: a scale is a vector register, or a float constant without op_sel")
+    shift = 23 if given.kind == "f" else 8 * (low[which] + 2 * high[which])
+    octet = (w.u32(given) >> U32(shift)) & U32(0xFF)
     value = np.where(octet == 0xFF, np.nan, np.exp2(octet.astype(np.float64) - 127))
     return np.repeat(rows(value[..., None], shape, False), SCALED, axis=-1)
 
 
 def multiply(w: Group, i: Instruction, shape: Product, scaled: bool) -> None:
-    """D[b] = A[b] x B[b] + C[b]; cbsz and abid give blocks of A that stand for others."""
+    """D[b] = A[b] x B[b] + C[b]; cbsz and abid give blocks of A that stand for others.
+
+    Under MODE.FP16_OVFL an overflow of finite numbers gives the largest one, of integers the nearest.
+    """
     allowed = {"cbsz", "blgp", "op_sel", "op_sel_hi"} if scaled else {"cbsz", "blgp", "abid"}
     if unknown := set(i.modifiers) - allowed:
         raise NotImplementedError(f"{i.text}: modifier {min(unknown)} of a matrix instruction")
@@ -141,15 +154,18 @@ def multiply(w: Group, i: Instruction, shape: Product, scaled: bool) -> None:
     elif blgp or (1 << cbsz) > shape.blocks or abid >> cbsz:
         raise NotImplementedError(f"{i.text}: cbsz, blgp and abid")
     left, right = (
-        rows(elements(w, operand, kind), shape, narrow and kind != "e2m1")
+        rows(elements(w, operand, kind), shape, narrow and kind in ("fp8", "bf8"))
         for operand, kind in zip((a, b), kinds, strict=True)
     )
     if cbsz and not narrow:
-        block = np.arange(shape.blocks)
-        left = left[:, (block >> cbsz << cbsz) + abid]
+        span = shape.blocks >> cbsz  # blocks that stand for the others
+        left = left[:, np.arange(shape.blocks) % span + span * abid]
     if scaled:
         left, right = left * scales(w, i, 0, shape), right * scales(w, i, 1, shape)
-    total = registers(left @ right.swapaxes(-1, -2), shape)
+    with np.errstate(all="ignore"):
+        total = registers(left @ right.swapaxes(-1, -2), shape)
+    saturate = w.waves.saturate[w.at]
+    ends = _finite(left)[..., None] & _finite(right)[..., None, :] if saturate.any() else None
     if shape.result == "f64":
         added = np.stack([w.u64(_pair(c, word)).view(np.float64) for word in range(4)]) + total
         out = np.ascontiguousarray(added).view(U32).reshape(4, w.size, LANES, 2).transpose(0, 3, 1, 2)
@@ -157,12 +173,25 @@ def multiply(w: Group, i: Instruction, shape: Product, scaled: bool) -> None:
     else:
         before = np.stack([w.u32(c, word if c.kind == "v" else 0) for word in range(len(total))])
         if shape.result == "i32":
-            out = (total.astype(I32) + before.view(I32)).view(U32)  # wraps
+            exact = total.astype(I64) + before.view(I32)
+            bounded = np.clip(exact, np.iinfo(I32).min, np.iinfo(I32).max)
+            out = np.where(saturate[:, None], bounded, exact).astype(I32).view(U32)  # or wraps
         else:
-            out = np.asarray(total.astype(F32) + before.view(F32), F32).view(U32)
+            with np.errstate(all="ignore"):
+                number = np.asarray(total.astype(F32) + before.view(F32), F32)
+            if ends is not None:
+                finite = registers(ends, shape) & np.isfinite(before.view(F32)) & saturate[:, None]
+                number = np.where(finite & np.isinf(number), np.copysign(np.finfo(F32).max, number), number)
+            out = number.view(U32)
     if destination.count != len(out):
         raise NotImplementedError(f"{i.text}: {destination.count} registers where {len(out)} are written")
     w.waves.v[destination.index : destination.index + len(out), w.at] = out
+
+
+def _finite(rows: Array) -> Array:
+    """[G, blocks, m] of [G, blocks, m, k]: all of a row is finite."""
+    whole: Array = np.asarray(np.isfinite(rows).all(axis=-1))
+    return whole
 
 
 def _pair(operand: Operand, word: int) -> Operand:

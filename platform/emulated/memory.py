@@ -21,7 +21,7 @@ class Memory:
     """What the waves of `num_groups` workgroups of `waves_per_group` waves see.
 
     `allocations` may be shared by several batches: global memory outlives LDS and scratch.
-    `workgroup_name` turns a workgroup's index in the batch into what faults call it.
+    `workgroup_name` turns a workgroup's index in the batch into what faults call it; they begin with `kernel`.
 
     >>> memory = Memory(num_groups=1, lds_bytes=64, waves_per_group=1, scratch_bytes=0)
     >>> values = np.arange(8, dtype=np.uint8)
@@ -47,6 +47,7 @@ class Memory:
         self.lds = Lds(num_groups, lds_bytes, waves_per_group)
         self.scratch = Scratch(num_groups * waves_per_group, scratch_bytes)
         self.workgroup_name: Callable[[int], object] = int
+        self.kernel = ""
         self._scalar = ScalarAccess(None, None)
 
     def add(self, array: npt.NDArray[np.uint8], name: str, initialised: bool = True) -> int:

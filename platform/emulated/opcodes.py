@@ -16,6 +16,7 @@ from portable.platform.emulated import (  # noqa: F401  (entering is what they a
     matrix,
     packed,
     scalar,
+    scaled,
     scratch,
 )
 from portable.platform.emulated.waves import HANDLERS, missing

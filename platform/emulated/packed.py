@@ -175,32 +175,59 @@ def _single(value: Array) -> Array:
 
 @handles("v_dot2_f32_f16", "v_dot2_f32_bf16", "v_dot2c_f32_f16", "v_dot2c_f32_bf16")
 def dot2(w: Group, i: Instruction) -> None:
-    """D.f32 = S0.16[0] * S1.16[0] + S0.16[1] * S1.16[1] + S2 (c: D); the products exact, each sum rounded to f32."""
+    """D.f32 = S2 (c: D) + S0.16[0] * S1.16[0] + S0.16[1] * S1.16[1], added in this order; dot2_f32_bf16 adds S2 last.
+
+    The products are exact, each sum is rounded to f32: the order is the manual's, the roundings are not confirmed by a
+    public text.
+    """
     refuse(i, {"clamp"})
     bfloat = i.name.endswith("bf16")
     for operand in i.operands:
         plain(i, operand)
         if bfloat and operand.kind == "f":
             raise NotImplementedError(f"line {i.line}: a bf16 constant in {i.text!r} is not emulated")
-    total = w.f32(i.operands[0] if "dot2c" in i.name else i.operands[3])
+    added = w.f32(i.operands[0] if "dot2c" in i.name else i.operands[3])
+    last = i.name == "v_dot2_f32_bf16"
+    total = np.zeros_like(added) if last else added
     with np.errstate(all="ignore"):
         for high in range(2):
             a, b = (_half(w, operand, "w" if bfloat else "h", high) for operand in i.operands[1:3])
             wide = _bfloat if bfloat else _single
             total = fma(wide(a), wide(b), total)
-        w.set_f32(i.operands[0], _clamped(i, total))
+        w.set_f32(i.operands[0], _clamped(i, total + added if last else total))
 
 
-@handles("v_dot4_i32_i8", "v_dot4c_i32_i8", "v_dot4_u32_u8")
-def dot4(w: Group, i: Instruction) -> None:
-    """D.32 = the sum over k of S0.8[k] * S1.8[k], + S2 (c: D); wraps, or saturates under clamp."""
+DOTS = {
+    f"v_dot{32 // bits}{form}_{sign}32_{sign}{bits}": (bits, sign)
+    for bits in (16, 8, 4)
+    for sign in "iu"
+    for form in ("", "c")
+    if not (form and sign == "u")
+}
+
+
+@handles(*DOTS)
+def integer_dot(w: Group, i: Instruction) -> None:
+    """D.32 = the sum over k of S0[k] * S1[k], of 16, 8 or 4 bits, + S2 (c: D); wraps, or saturates under clamp."""
     refuse(i, {"clamp"})
     for operand in i.operands:
         plain(i, operand)
-    byte, word = (np.uint8, U32) if i.name.endswith("u8") else (np.int8, I32)
-    total = np.ascontiguousarray(w.u32(i.operands[0] if "dot4c" in i.name else i.operands[3])).view(word).astype(I64)
-    a, b = (np.ascontiguousarray(w.u32(operand)).view(byte).reshape(w.size, LANES, 4) for operand in i.operands[1:3])
-    total = total + (a.astype(I64) * b).sum(-1)
+    bits, sign = DOTS[i.name]
+    word = I32 if sign == "i" else U32
+    total = np.ascontiguousarray(w.u32(i.operands[0] if "c_" in i.name else i.operands[3])).view(word).astype(I64)
+    a, b = (w.u32(operand) for operand in i.operands[1:3])
+    for k in range(32 // bits):
+        left, right = (_field(value, bits * k, bits, sign == "i") for value in (a, b))
+        total = total + left * right
     if "clamp" in i.modifiers:
         total = np.clip(total, np.iinfo(word).min, np.iinfo(word).max)
     w.set(i.operands[0], total.astype(np.uint64).astype(U32))
+
+
+def _field(value: Array, first: int, bits: int, is_signed: bool) -> Array:
+    """Some bits of a register, as int64."""
+    aligned: Array = value << U32(32 - bits - first)
+    if is_signed:
+        aligned = aligned.view(I32)
+    part: Array = (aligned >> aligned.dtype.type(32 - bits)).astype(I64)
+    return part

@@ -12,27 +12,56 @@ from portable.platform.emulated.spans import Places, Span, places, split
 POISON = 0xCB  # uninitialised bytes: a large negative float, and no small integer
 
 
-class Lds:
-    """The LDS of `num_groups` workgroups: `nbytes` each, uninitialised; addresses count from its own start."""
+class Pieces:
+    """`count` pieces of `nbytes` bytes, all uninitialised at first; addresses count from a piece's own start."""
+
+    def __init__(self, count: int, nbytes: int, name: str) -> None:
+        self.nbytes, self.name = nbytes, name
+        self._pitch = -(-nbytes // 8) * 8
+        self._span = Span(np.full(count * self._pitch, POISON, np.uint8))
+        self._written = Span(np.zeros(count * self._pitch, np.uint8))  # 0xFF a byte that holds a value
+
+    @property
+    def bytes(self) -> Array:
+        """[count * pitch] uint8."""
+        return self._span.units[1]
+
+    def _locate(self, access: Access, piece: Array, address: Array, nbytes: int, verb: str) -> Places:
+        """Where addresses [n] int64 in pieces [n] lie."""
+        bad = (address < 0) | (address + nbytes > self.nbytes)
+        if bad.any():
+            first = int(address[bad][0])
+            raise access.fault(f"out-of-bounds {self.name} {verb} of {nbytes} bytes at {first} of {self.nbytes}", bad)
+        return places(address + piece * self._pitch, nbytes)
+
+    def _check_written(self, access: Access, at: Places) -> None:
+        written = self._written.units[at.unit]
+        bad = (written[at.numbers] != np.iinfo(written.dtype).max).any(axis=0)
+        if bad.any():
+            raise access.fault(f"read of {at.nbytes} uninitialised bytes of {self.name}", bad)
+
+    def _write(self, at: Places) -> None:
+        written = self._written.units[at.unit]
+        written[at.numbers] = np.iinfo(written.dtype).max
+
+
+class Lds(Pieces):
+    """The LDS of `num_groups` workgroups, `nbytes` each."""
 
     def __init__(self, num_groups: int, nbytes: int, waves_per_group: int) -> None:
-        self.nbytes = nbytes
-        self._pitch = -(-nbytes // 8) * 8
-        size = num_groups * self._pitch
-        self._span = Span(np.full(size, POISON, np.uint8))
-        self._written = Span(np.zeros(size, np.uint8))  # 0xFF a byte that holds a value
-        self._races = Races(size, waves_per_group)
+        super().__init__(num_groups, nbytes, "LDS")
+        self._races = Races(num_groups * self._pitch, waves_per_group)
 
     def load(self, access: Access, address: Array, nbytes: int) -> Array:
         """[words, n] uint32 from addresses [n] int64."""
-        at = self._locate(access, address, nbytes, "read")
+        at = self._locate(access, access.workgroups, address, nbytes, "read")
         self._check_written(access, at)
         self._races.load(access, at)
         return self._span.load(at)
 
     def store(self, access: Access, address: Array, words: Array, nbytes: int) -> None:
         """Write [words, n] uint32 to addresses [n] int64."""
-        at = self._locate(access, address, nbytes, "write")
+        at = self._locate(access, access.workgroups, address, nbytes, "write")
         if not self._races.active:
             self._span.store(at, words)
         else:
@@ -40,15 +69,14 @@ class Lds:
             self._races.store(access, at, units[at.numbers] != new)
             units[at.numbers] = new
             self._races.stored(access, at, units[at.numbers] != new)
-        written = self._written.units[at.unit]
-        written[at.numbers] = np.iinfo(written.dtype).max
+        self._write(at)
 
     def atomic(self, access: Access, address: Array, operation: Atomic, sources: list[Array]) -> Array:
         """Read, modify, write, lane after lane; the values before, [n] of the operation's type."""
         size = operation.dtype.itemsize
         if (bad := address % size != 0).any():
             raise access.fault(f"misaligned LDS atomic of {size} bytes at {int(address[bad][0])}", bad)
-        at = self._locate(access, address, size, "atomic")
+        at = self._locate(access, access.workgroups, address, size, "atomic")
         self._check_written(access, at)
         self._races.atomic(access, at)
         return apply(self._span, address + access.workgroups * self._pitch, operation, sources)
@@ -59,42 +87,27 @@ class Lds:
             for each in np.asarray(workgroups).tolist():
                 self._races.barrier(each * self._pitch, (each + 1) * self._pitch)
 
-    def _locate(self, access: Access, address: Array, nbytes: int, verb: str) -> Places:
-        bad = (address < 0) | (address + nbytes > self.nbytes)
-        if bad.any():
-            raise access.fault(
-                f"out-of-bounds LDS {verb} of {nbytes} bytes at {int(address[bad][0])} of {self.nbytes}", bad
-            )
-        return places(address + access.workgroups * self._pitch, nbytes)
 
-    def _check_written(self, access: Access, at: Places) -> None:
-        written = self._written.units[at.unit]
-        bad = (written[at.numbers] != np.iinfo(written.dtype).max).any(axis=0)
-        if bad.any():
-            raise access.fault(f"read of {at.nbytes} uninitialised bytes of LDS", bad)
-
-
-class Scratch:
+class Scratch(Pieces):
     """The private memory of each lane of each wave of a batch: `nbytes` each."""
 
     def __init__(self, waves: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._pitch = -(-nbytes // 8) * 8
-        self._span = Span(np.full(waves * 64 * self._pitch, POISON, np.uint8))
+        super().__init__(waves * 64, nbytes, "scratch")
 
     def load(self, access: Access, address: Array, nbytes: int) -> Array:
         """[words, n] uint32 from addresses [n] int64 within the lane's own memory."""
-        return self._span.load(self._locate(access, address, nbytes, "read"))
+        at = self._locate(access, self._lane(access), address, nbytes, "read")
+        self._check_written(access, at)
+        return self._span.load(at)
 
     def store(self, access: Access, address: Array, words: Array, nbytes: int) -> None:
         """Write [words, n] uint32."""
-        self._span.store(self._locate(access, address, nbytes, "write"), words)
+        at = self._locate(access, self._lane(access), address, nbytes, "write")
+        self._span.store(at, words)
+        self._write(at)
 
-    def _locate(self, access: Access, address: Array, nbytes: int, verb: str) -> Places:
-        bad = (address < 0) | (address + nbytes > self.nbytes)
-        if bad.any():
-            raise access.fault(
-                f"out-of-bounds scratch {verb} of {nbytes} bytes at {int(address[bad][0])} of {self.nbytes}", bad
-            )
+    def _lane(self, access: Access) -> Array:
+        """[n]: the lane's number within the batch."""
         lanes = np.broadcast_to(np.arange(64), access.mask.shape)
-        return places(address + (access.batch_waves * 64 + access.pick(lanes)) * self._pitch, nbytes)
+        lane: Array = access.batch_waves * 64 + access.pick(lanes)
+        return lane

@@ -17,6 +17,7 @@ from portable.platform.emulated.isa import EXEC, Instruction, Operand, lanes, ma
 LANES = 64
 LANE = np.arange(LANES)
 U32, I32, U64, I64, F32 = np.uint32, np.int32, np.uint64, np.int64, np.float32
+POISON = 0x7FDF7FDF  # what registers hold before they are written: NaN in float32, float16 and bfloat16
 Array = npt.NDArray[Any]
 Handler = Callable[["Group", Instruction], None]
 

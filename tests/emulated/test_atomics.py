@@ -11,8 +11,9 @@ from emulated_one import run_one
 import portable.platform.emulated.buffer
 import portable.platform.emulated.global_
 import portable.platform.emulated.lds  # noqa: F401
-from portable.platform.emulated.atomics import LDS, MEMORY
+from portable.platform.emulated.atomics import LDS, MEMORY, apply
 from portable.platform.emulated.memory import Memory, MemoryFault
+from portable.platform.emulated.spans import Span
 
 LANE = np.arange(64, dtype=np.uint32)
 SEVERAL = LANE % 5 * 8  # 5 cells of 8 bytes, 12 or 13 lanes each
@@ -227,3 +228,18 @@ def test_the_operands_must_match_the_returned_value() -> None:
     for text in ("global_atomic_add v2, v3, off sc0", "ds_add_rtn_u32 v1, v2", "ds_cmpst_b32 v1, v2"):
         with pytest.raises(NotImplementedError, match="operands"):
             run_one(text, memory=Memory(1, 64, 1, 0))
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_least_and_greatest_floats_compare_as_the_manual_says(name, kind):
+    """CDNA4's pseudo-code: src < tmp ? src : tmp, and >; so a NaN in memory stays, and a zero of the other sign too."""
+    dtype = np.dtype({"f32": "f4", "f64": "f8"}[kind])
+    old = np.array([np.nan, 1.0, 0.0, -0.0, 2.0, -np.inf], dtype)
+    new = np.array([1.0, np.nan, -0.0, 0.0, 3.0, np.inf], dtype)
+    cell = Span(old.view(np.uint8).copy())
+    apply(cell, np.arange(6) * dtype.itemsize, LDS[name, kind], [new])
+    expected = [np.nan, 1.0, 0.0, -0.0, *([2.0, -np.inf] if name == "min" else [3.0, np.inf])]
+    got = cell.units[1].view(dtype)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got[2:4]), [False, True])

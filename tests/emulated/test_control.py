@@ -36,11 +36,19 @@ def test_branches_move_the_waves_that_take_them(name, taken):
     assert state.pc.tolist() == [77 if taken(*case) else 1 for case in cases]
 
 
+def test_code_has_no_address():
+    state = run_one("s_getpc_b64 s[2:3]", s={"s[2:3]": [1 << 40, 5]}, waves=2)
+    assert s64(state, 2) == [0, 0]
+
+
 def test_waits_change_nothing():
     before = run_one("")
     for text in (
         "s_waitcnt vmcnt(0) lgkmcnt(1)",
         "s_nop 7",
+        "s_icache_inv",
+        "s_dcache_inv",
+        "s_dcache_wb",
         "s_setprio 1",
         "s_sleep 2",
         "buffer_inv sc0 sc1",
@@ -73,6 +81,9 @@ def test_a_trap_is_reported():
 
 class Bytes:
     """A memory whose byte at address a is a % 251."""
+
+    def now(self, instruction, group):
+        pass
 
     def load_scalar(self, addresses, nbytes):
         self.addresses = addresses.tolist()

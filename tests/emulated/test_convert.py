@@ -9,7 +9,8 @@ import pytest
 from emulated_one import run_one, v64
 
 import portable.platform.emulated.control
-import portable.platform.emulated.convert  # noqa: F401  (both enter their handlers)
+import portable.platform.emulated.convert
+import portable.platform.emulated.scaled  # noqa: F401  (they enter their handlers)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the statements, on NaN and infinity
 

@@ -188,8 +188,12 @@ def test_an_empty_grid_launches_nothing():
 
 
 def test_a_wait_for_another_workgroup_is_refused():
-    with activate("gfx942", budget=5000), pytest.raises(ExecutionError, match=r"spin.*steps without an end"):
-        spin[(1,)](torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    flag, out = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    with activate("gfx942", budget=3000), pytest.raises(ExecutionError, match=r"spin.*steps without an end"):
+        spin[(1,)](flag, out)
+    message = r"^spin, line \d+ .*test_driver.py.*waits without end"
+    with activate("gfx942"), pytest.raises(ExecutionError, match=message):
+        spin[(1,)](flag, out)
 
 
 def test_lds_beyond_the_architecture_is_an_out_of_resources_error():

@@ -141,6 +141,8 @@ TWO = {
 THREE = {
     "v_mad_u32_u24": lambda a, b, c: (a & 0xFFFFFF) * (b & 0xFFFFFF) + c,
     "v_mad_i32_i24": lambda a, b, c: sx(a, 24) * sx(b, 24) + c,
+    "v_mad_legacy_u16": lambda a, b, c: (a * b + c) & 0xFFFF,  # the upper half becomes 0
+    "v_mad_legacy_i16": lambda a, b, c: (a * b + c) & 0xFFFF,
     "v_add3_u32": lambda a, b, c: a + b + c,
     "v_lshl_add_u32": lambda a, b, c: (a << (b & 31)) + c,
     "v_add_lshl_u32": lambda a, b, c: (a + b) << (c & 31),

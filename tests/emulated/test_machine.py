@@ -1,6 +1,7 @@
 """Launches of hand-written assembly: first registers, arguments, scheduling, barriers, and what is refused."""
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
@@ -238,6 +239,60 @@ SPIN = """
 def test_waiting_for_another_workgroup_without_end_is_refused():
     with pytest.raises(ExecutionError, match=r"k, line \d+ \(kernel.py:7\).*2\d{3} steps without an end"):
         run(SPIN.format(value=1), budget=2000)
+
+
+def test_a_wait_for_a_far_workgroup_is_refused_soon():
+    """Workgroup 0 waits for a flag of workgroup 1000."""
+    body = f"	s_cmp_lg_u32 s2, 0\n	s_cbranch_scc1 .LBB0_2\n{SPIN.format(value=7)}	s_endpgm\n.LBB0_2:\n"
+    body += """
+	s_cmp_lg_u32 s2, 1000
+	s_cbranch_scc1 .LBB0_3
+	v_mov_b32_e32 v0, 0
+	v_mov_b32_e32 v1, 7
+	global_store_dword v0, v1, s[8:9]
+.LBB0_3:
+"""
+    start = time.monotonic()
+    message = r"k, line \d+ \(kernel.py:7\): .*workgroup \(0, 0, 0\): waits without end: .* another's batch"
+    with pytest.raises(ExecutionError, match=message):
+        run(body, grid=(1001, 1, 1))
+    assert time.monotonic() - start < 10
+
+
+def test_a_loop_that_ends_is_no_standstill():
+    """20,000 turns, counted in a vector register, that read the same word each time."""
+    body = """
+	v_mov_b32_e32 v0, 0
+	v_mov_b32_e32 v2, 0
+.LBB0_1:
+	global_load_dword v1, v0, s[8:9]
+	v_add_u32_e32 v2, 1, v2
+	v_cmp_gt_u32_e32 vcc, 0x4e20, v2
+	s_cbranch_vccnz .LBB0_1
+	global_store_dword v0, v2, s[8:9] offset:4
+"""
+    out, _ = run(body)
+    assert out[1] == 20000
+
+
+@pytest.mark.parametrize("fact, value", [("float_denorm_mode_32", 0), ("float_round_mode_16_64", 3), ("ieee_mode", 0)])
+def test_other_modes_of_arithmetic_are_refused(fact, value):
+    with pytest.raises(ExecutionError, match=f"k: {fact} {value} is not emulated; it must be [031]$"):
+        run("	s_nop 0", facts=f".amdhsa_{fact} {value}")
+    run("	s_nop 0", facts=".amdhsa_float_denorm_mode_32 3\n.amdhsa_ieee_mode 1")
+
+
+def test_a_buffer_whose_size_was_never_written_is_a_fault():
+    """s[8:9] hold the address, s10 was never written, s11 is 0."""
+    with pytest.raises(MemoryFault, match=r"^k: access through a buffer whose size was never written by 'buffer_load"):
+        run("	s_mov_b32 s11, 0\n	v_mov_b32_e32 v1, 0\n	buffer_load_dword v2, v1, s[8:11], 0 offen")
+
+
+def test_a_scalar_load_out_of_bounds_is_named():
+    with pytest.raises(
+        MemoryFault, match=r"^k: out-of-bounds read .*'s_load_dword s4.* at kernel.py:7, workgroup \(0, 0, 0\)"
+    ):
+        run("	s_load_dword s4, s[8:9], 0x8000")
 
 
 def test_workgroups_of_a_batch_take_turns():

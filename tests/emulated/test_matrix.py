@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from emulated_one import run_one
 
+import portable.platform.emulated.control  # noqa: F401  (enters the mode register)
 from portable.platform.emulated.formats import FORMATS, values
 from portable.platform.emulated.matrix import BOTH, ONLY, product
 
@@ -188,7 +189,7 @@ def draw(name, arch, waves=2):
 @pytest.mark.parametrize("name, arch", OPCODES)
 def test_every_opcode_is_the_product(name, arch):
     kinds, a, b, c = draw(name, arch)
-    split = (True, True) if "f8f6f4" in name else (False, False)
+    split = (True, True) if "f8f6f4" in name else (False, False)  # of fp8, which `draw` takes for it
     got = run(name, arch, a, b, c, kinds=kinds, split=split)
     np.testing.assert_array_equal(got, kinds[0].value(a) @ kinds[1].value(b).swapaxes(-1, -2) + c)
 
@@ -211,7 +212,8 @@ def test_integers_wrap():
 def test_blocks_of_a_stand_for_others(cbsz, abid):
     kinds, a, b, c = draw("f32_4x4x4_16b_f16", "gfx950")
     got = run("f32_4x4x4_16b_f16", "gfx950", a, b, c, f"cbsz:{cbsz} abid:{abid}")
-    chosen = [(block // 2**cbsz) * 2**cbsz + abid for block in range(16)]
+    lanes = 64 >> cbsz  # the manual's S: lane l reads lane l % S + S * ABID; a block has 4 lanes
+    chosen = [(4 * block % lanes + lanes * abid) // 4 for block in range(16)]
     np.testing.assert_array_equal(got, kinds[0].value(a)[:, chosen] @ kinds[1].value(b).swapaxes(-1, -2) + c)
 
 
@@ -256,6 +258,8 @@ NAMES = ("fp8", "bf8", "e2m3", "e3m2", "e2m1")
 @pytest.mark.parametrize("name", ["f32_16x16x128_f8f6f4", "f32_32x32x64_f8f6f4"])
 @pytest.mark.parametrize("left, right", MIXED)
 def test_scaled_products_of_every_pair_of_types(name, left, right):
+    """The CDNA4 manual's tables in 7.1.5: 32 consecutive elements of K a lane for 4 and 6 bits; for 8 bits 16, and 16
+    more from the second half of K. The scale's byte is {op_sel_hi, op_sel}, and it is of 32 consecutive elements."""
     shape = product(name)
     rng = np.random.default_rng(SEED)
     kinds = Kind(NAMES[left], "gfx950"), Kind(NAMES[right], "gfx950")
@@ -277,7 +281,7 @@ def test_scaled_products_of_every_pair_of_types(name, left, right):
         f"op_sel:[1,0,0] op_sel_hi:[0,1,0] cbsz:{left} blgp:{right}",
         kinds=kinds,
         extra=", v60, v61",
-        split=(left != 4, right != 4),
+        split=(left < 2, right < 2),
         more={60: scale_words[0], 61: scale_words[1]},
     )
     factors = 2.0 ** (np.repeat(exponents, 32, axis=-1) - 127)
@@ -285,9 +289,38 @@ def test_scaled_products_of_every_pair_of_types(name, left, right):
     np.testing.assert_allclose(got, wide[0] @ wide[1].swapaxes(-1, -2) + c, rtol=1e-6, atol=1e-6)
 
 
+def test_a_constant_scale_is_its_exponent():
+    kinds, a, b, c = draw("f32_16x16x128_f8f6f4", "gfx950")
+    got = run("f32_16x16x128_f8f6f4", "gfx950", a, b, c, "op_sel_hi:[0,0,0]", kinds, ", 4.0, -0.5", (True, True))
+    np.testing.assert_array_equal(got, 2 * kinds[0].value(a) @ kinds[1].value(b).swapaxes(-1, -2) + c)
+
+
+SATURATE = "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1\n"
+
+
+def test_overflow_saturates_when_the_mode_says_so():
+    """The CDNA4 manual's table of rules: under FP16_OVFL, F32 results become the largest number and I32 ones too."""
+    big = {k: np.full(64, 65504, np.float16).view(np.uint32).repeat(2) for k in range(4)}
+    high = {300 + k: np.full(64, 3.4028234e38, np.float32) for k in range(4)}
+    text = "v_mfma_f32_16x16x16_f16 a[0:3], v[0:1], v[2:3], a[44:47]"
+    state = {**big, **high}
+    assert np.isfinite(run_one(text, state).v[256].view(np.float32)).all()  # 2**36 is lost in the largest number
+    double = {**state, **{k: np.full(64, 0x7F7F7F7F, np.uint32) for k in range(4)}}
+    bfloat = text.replace("_f16", "_bf16")
+    assert np.isposinf(run_one(bfloat, double).v[256].view(np.float32)).all()
+    assert (run_one(SATURATE + bfloat, double).v[256].view(np.float32) == np.finfo(np.float32).max).all()
+    infinite = {**double, 0: np.full(64, 0x7F807F80, np.uint32)}
+    assert np.isposinf(run_one(SATURATE + bfloat, infinite).v[256].view(np.float32)).all()
+    octets = {k: np.full(64, 0x80808080, np.uint32) for k in range(4)}
+    octets |= {300 + k: np.full(64, 2**31 - 1, np.uint32) for k in range(4)}
+    text = "v_mfma_i32_16x16x32_i8 a[0:3], v[0:1], v[2:3], a[44:47]"
+    assert (run_one(SATURATE + text, octets).v[256] == 2**31 - 1).all()
+
+
 @pytest.mark.parametrize(
     "text, arch",
     [
+        ("v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], 0, 65, v21 op_sel_hi:[0,0,0]", "gfx950"),
         ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3] blgp:1", "gfx942"),
         ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3] cbsz:1", "gfx942"),
         ("v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3] clamp", "gfx942"),

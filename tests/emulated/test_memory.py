@@ -8,6 +8,7 @@ from emulated_one import run_one
 import portable.platform.emulated.buffer
 import portable.platform.emulated.global_
 import portable.platform.emulated.scratch  # noqa: F401
+from portable.platform.emulated.global_ import TO_LDS
 from portable.platform.emulated.isa import instruction
 from portable.platform.emulated.memory import Allocations, Memory, MemoryFault
 from portable.platform.emulated.spans import Span, places
@@ -65,7 +66,8 @@ def test_loads_of_every_width(name: str, form: str) -> None:
     }[form]
     start = stride + address if form in ("pair", "flat") else stride.astype(np.uint32)
     if form == "scratch":
-        mem.scratch._span.units[1].reshape(192, -1)[:, : source.size] = source
+        mem.scratch.bytes.reshape(192, -1)[:, : source.size] = source
+        mem.scratch._written.units[1][:] = 0xFF
     got = run_one(text, {0: start} | state, s, exec_mask=HALF, waves=3, memory=mem)
     for wave in range(3):
         for lane in range(64):
@@ -93,7 +95,7 @@ def test_stores_of_every_width(name: str, form: str) -> None:
         "buffer": f"buffer_store_{name} {data}, v0, s[2:5], 0 offen offset:3",
         "scratch": f"scratch_store_{name} v0, {data}, off offset:3",
     }[form]
-    per_lane = mem.scratch._span.units[1].reshape(128, -1)
+    per_lane = mem.scratch.bytes.reshape(128, -1)
     per_lane[:] = before
     s = {"s[2:3]": int(address), 4: 4096, 5: 0}
     run_one(text, {0: start} | {20 + k: values[k] for k in range(words)}, s, HALF, waves=2, memory=mem)
@@ -186,7 +188,7 @@ def test_buffer_range_is_checked_word_by_word_and_counts_the_scalar_offset() -> 
     np.testing.assert_array_equal(source, before)
 
 
-@pytest.mark.parametrize(("name", "pitch"), [("ubyte", 4), ("sshort", 4), ("dword", 4), ("dwordx4", 16)])
+@pytest.mark.parametrize(("name", "pitch"), TO_LDS.items())
 @pytest.mark.parametrize("form", ["global", "buffer"])
 def test_loads_straight_into_lds(name: str, pitch: int, form: str) -> None:
     """LDS[M0 + offset + lane * pitch]; a lane beyond the buffer writes zeros."""
@@ -264,6 +266,30 @@ def test_an_access_may_not_straddle_two_allocations_but_views_of_one_array_are_o
     assert got.v[2, 0, 0] == whole.view(np.uint32)[7] and got.v[3, 0, 0] == whole.view(np.uint32)[8]
 
 
+def test_an_offset_from_one_array_never_reaches_another() -> None:
+    """At the real distance, at 4 GiB and at the distance of the addresses that kernels see."""
+    whole = bytes_of(512)
+    mem = memory()
+    starts = [mem.add(whole[:256], "x"), mem.add(whole[256:], "y")]
+    assert starts[1] - starts[0] > 1 << 36 and starts[0] >= 1 << 47 and starts[1] < 1 << 48
+    text = "global_load_dword v2, v[0:1], off"
+    for name, start, offset in (("x", starts[0], 256), ("y", starts[1], -4), ("x", starts[0], 1 << 32)):
+        v = {0: np.full(64, start + offset, np.uint64)}
+        with pytest.raises(MemoryFault, match=f"byte {offset} of '{name}', which has 256 bytes"):
+            run_one(text, v, memory=mem)
+    got = run_one(text, {0: np.full(64, whole[256:].ctypes.data, np.uint64)}, memory=mem)
+    assert got.v[2, 0, 0] == whole[256:].view(np.uint32)[0], "a real address, as a tensor holds it"
+
+
+def test_scratch_is_uninitialised_until_written() -> None:
+    mem = memory(1, 16)
+    run_one("scratch_store_dword off, v0, off", exec_mask=0xFF, memory=mem)
+    run_one("scratch_load_dword v1, off, off", exec_mask=0xFF, memory=mem)
+    with pytest.raises(MemoryFault, match="read of 4 uninitialised bytes of scratch") as caught:
+        run_one("scratch_load_dword v1, off, off", exec_mask=0x1FF, memory=mem)
+    assert caught.value.lanes == (8,)
+
+
 def test_lanes_may_use_several_allocations() -> None:
     arrays = [bytes_of(256), bytes_of(512)]
     mem = memory()
@@ -290,7 +316,7 @@ def test_uninitialised_global_bytes_are_reported_until_written() -> None:
     v = {0: LANE.astype(np.uint32) * 4}
     run_one("global_store_dword v0, v0, s[2:3]", v, s, exec_mask=0xFF, memory=mem)
     run_one("global_load_dword v1, v0, s[2:3]", v, s, exec_mask=0xFF, memory=mem)
-    with pytest.raises(MemoryFault, match="read of uninitialised bytes of 'workspace'") as caught:
+    with pytest.raises(MemoryFault, match="read of uninitialised bytes of 'workspace', the first is byte 32") as caught:
         run_one("global_load_dword v1, v0, s[2:3]", v, s, exec_mask=0x1FF, memory=mem)
     assert caught.value.lanes == (8,)
 

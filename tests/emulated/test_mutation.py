@@ -45,6 +45,7 @@ def lines_that_live(text, groups=1, threads=64, lds_bytes=64):
     return [line for line, live in zip(lines, found.live, strict=False) if live]
 
 
+PAIR_TO_SCRATCH = ["v_mov_b32 v1, 1", "scratch_store_dwordx2 off, v[0:1], off"]
 STORE = ["s_load_dwordx2 s[4:5], s[0:1], 0x0", "v_lshlrev_b32 v9, 2, v0", "global_store_dword v9, v1, s[4:5]"]
 
 
@@ -66,7 +67,7 @@ def with_store(*lines):
         (["v_mov_b32 v1, 1", "ds_write_b32 v9, v1", "v_mov_b32 v1, 2"], [1]),  # nobody reads that LDS
         (["v_mov_b32 v1, 1", "ds_write_b32 v9, v1", "ds_write_b32 v9, v0", "ds_read_b32 v1, v9"], [1]),
         (["v_mov_b32 v1, 1", "scratch_store_dword off, v1, off", "scratch_load_dword v1, off, off"], []),
-        (["v_mov_b32 v1, 1", "scratch_store_dword off, v1, off", "scratch_load_dword v1, off, off offset:4"], [1]),
+        ([*PAIR_TO_SCRATCH, "scratch_store_dword off, v0, off", "scratch_load_dword v1, off, off offset:4"], [2]),
         (["v_mov_b32 v1, 1", "s_branch end"], [0]),
     ],
 )

@@ -231,6 +231,7 @@ def test_mixed_multiply_add():
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_dot_products_of_two(kind):
+    """The CDNA4 manual adds S2 or D first, and last in v_dot2_f32_bf16."""
     random = np.random.default_rng(9)
     wide = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else bits.view(np.float16)  # noqa: E731
     a, b = (random.integers(0, 1 << 32, (WAVES, 64), np.uint32) & np.uint32(0xBFFFBFFF) for _ in range(2))
@@ -239,7 +240,37 @@ def test_dot_products_of_two(kind):
     state = run_one(text, {0: a, 1: b, 2: c}, waves=WAVES, arch="gfx950")
     exact = c.astype(np.float64) + sum(wide(half(a, k)).astype(np.float64) * wide(half(b, k)) for k in range(2))
     np.testing.assert_allclose(state.v[4].view(np.float32), exact, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(state.v[2], state.v[4])
+    np.testing.assert_allclose(state.v[2].view(np.float32), exact, rtol=1e-5, atol=1e-5)
+    one, huge = (0x3C003C00, 2.0**24) if kind == "f16" else (0x3F803F80, 2.0**24)
+    ones = np.full((WAVES, 64), one, np.uint32)
+    state = run_one(text, {0: ones, 1: ones, 2: np.full((WAVES, 64), huge, np.float32)}, waves=WAVES, arch="gfx950")
+    assert set(state.v[2].view(np.float32).ravel()) == {huge}  # 1 is lost twice
+    assert set(state.v[4].view(np.float32).ravel()) == {huge if kind == "f16" else huge + 2}
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("sign", ["i", "u"])
+def test_dot_products_of_other_widths(bits, sign):
+    random = np.random.default_rng(11)
+    a, b, c = (random.integers(0, 1 << 32, (WAVES, 64), np.uint32) for _ in range(3))
+    a[:, 0], b[:, 0] = 0x80008000, 0x80008000
+    count, word = 32 // bits, np.int32 if sign == "i" else np.uint32
+    name = f"{count}_{sign}32_{sign}{bits}"
+    text = f"v_dot{name} v4, v0, v1, v2\nv_dot{name} v5, v0, v1, v2 clamp"
+    if sign == "i":
+        text += f"\nv_dot{count}c_i32_i{bits} v2, v0, v1"
+    state = run_one(text, {0: a, 1: b, 2: c}, waves=WAVES)
+
+    def part(value, k):
+        field = value.astype(np.int64) >> bits * k & (1 << bits) - 1
+        return field - ((field >> bits - 1) << bits) if sign == "i" else field
+
+    exact = c.view(word) + sum(part(a, k) * part(b, k) for k in range(count))
+    ends = np.iinfo(word)
+    np.testing.assert_array_equal(state.v[4], (exact & 0xFFFFFFFF).astype(np.uint32))
+    np.testing.assert_array_equal(state.v[5], (np.clip(exact, ends.min, ends.max) & 0xFFFFFFFF).astype(np.uint32))
+    if sign == "i":
+        np.testing.assert_array_equal(state.v[2], state.v[4])
 
 
 @pytest.mark.parametrize("kind", ["i32_i8", "u32_u8"])

@@ -1,0 +1,20 @@
+"""Our Triton kernels, one source for gfx942, gfx950 and NVIDIA GPUs; a file is a kernel, its launcher and its caps."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+from portable.kernel import Kernel
+
+FILES: tuple[str, ...] = ("merge", "cache", "copy")  # grows as each is whole
+
+
+def _kernels() -> tuple[Kernel, ...]:
+    if find_spec("triton") is None:
+        return ()
+    modules = (importlib.import_module(f"portable.backends.triton.{name}") for name in FILES)
+    return tuple(kernel for module in modules for kernel in module.KERNELS)
+
+
+KERNELS = _kernels()

@@ -1,0 +1,35 @@
+"""Every Triton kernel meets the contract when its AMD code is executed, on both architectures."""
+
+from __future__ import annotations
+
+import cells
+import contract
+import pytest
+
+import portable
+from portable.attention import load_kernels
+from portable.kernel import Kernel
+from portable.platform.emulated import activate
+from portable.platform.emulated.driver import DEVICES
+
+pytest.importorskip("triton")
+
+KERNELS = [kernel for kernel in load_kernels() if kernel.caps.emulated and kernel.caps.provider == "triton"]
+PARTS = 4  # of a kernel's cells, so that the workers of a test run share them
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_cell_is_right(kernel: Kernel, arch: str, part: int) -> None:
+    wrong = []
+    cases = list(cells.cases(kernel, portable.detect(f"emulated:{arch}")))
+    assert cases, f"{kernel} serves nothing on {arch}"
+    with activate(arch) as emulation:
+        for case in cases[part::PARTS]:
+            try:
+                contract.check(kernel, case, "cpu")
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}\n    {case}")
+    assert not wrong, f"{kernel} is wrong in {len(wrong)} cells:\n" + "\n".join(wrong[:5])
+    assert {each.arch for each in emulation.launches} <= {arch}
