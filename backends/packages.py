@@ -8,6 +8,7 @@ from __future__ import annotations
 from portable.packages import VendorPackage
 
 AMD, NVIDIA = frozenset({"amd"}), frozenset({"nvidia"})
+TRITON_BUILD = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
 
 PACKAGES = (
     VendorPackage(
@@ -19,6 +20,7 @@ PACKAGES = (
         aliases=("aiter",),  # what source builds of AMD's were called, and what an async library on PyPI is called
         marker="ops",
         symbols=("flash_attn_varlen_func", "mla.mla_decode_fwd"),
+        compiles=True,
     ),
     VendorPackage(
         name="flash-attn",
@@ -27,8 +29,38 @@ PACKAGES = (
         provider="flash_attn",
         vendors=AMD | NVIDIA,
         extension="flash_attn_2_cuda",
-        switch=("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE"),
+        switch=(TRITON_BUILD, "TRUE"),
         symbols=("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    # AMD's builds of it, of which an environment variable chooses one
+    VendorPackage(
+        name="flash-attn[ck]",
+        module="flash_attn",
+        title="FlashAttention 2 on Composable Kernel",
+        provider="flash_attn",
+        vendors=AMD,
+        aliases=("flash-attn",),
+        extension="flash_attn_2_cuda",
+        chosen_by=(TRITON_BUILD, "TRUE", False),
+        symbols=("flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    VendorPackage(
+        name="flash-attn[triton]",
+        module="flash_attn",
+        title="FlashAttention 2 on Triton",
+        provider="flash_attn",
+        vendors=AMD,
+        aliases=("flash-attn",),
+        chosen_by=(TRITON_BUILD, "TRUE", True),
+        symbols=("flash_attn_varlen_func",),
+    ),
+    VendorPackage(
+        name="vllm",
+        module="vllm.vllm_flash_attn",
+        title="vLLM",
+        provider="flash_attn",
+        vendors=NVIDIA,
+        symbols=("flash_attn_varlen_func",),
     ),
     VendorPackage(
         name="flash_attn_3",
@@ -45,6 +77,7 @@ PACKAGES = (
         provider="flash_attn",
         vendors=NVIDIA,
         symbols=("flash_attn_varlen_func",),
+        compiles=True,
     ),
     VendorPackage(
         name="flash_mla",
@@ -54,6 +87,7 @@ PACKAGES = (
         vendors=NVIDIA,
         symbols=("get_mla_metadata", "flash_mla_with_kvcache"),
     ),
+    VendorPackage(name="torch", module="torch", title="PyTorch", bundled=True),
     VendorPackage(
         name="triton",
         module="triton",

@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from portable.kernel import KV, Kernel, KernelCaps, Op, Segment
+from portable.kernel import KV, Kernel, KernelCaps, Op, Requires, Segment
 from portable.layer import Layer, LayerTensors
 from portable.ragged import cu_from_lens
 from portable.sets import ANY, ANY_SIZE
@@ -122,6 +122,8 @@ def attend(
     assert kv.v is not None
     if (segment.host_seq_lens == 0).any():
         out.zero_()
+        if lse is not None:
+            _ = lse.fill_(-torch.inf) if tensors.sinks is None else lse.copy_(tensors.sinks[:, None])
     rows_of_kv = len(kv.k) * (segment.page_size if segment.block_table is not None else 1)
     for block in segment.prepared:
         if block.reach is not None and not 0 <= block.reach[0] <= block.reach[1] < rows_of_kv:
@@ -130,9 +132,13 @@ def attend(
         whole = n * sq == len(q)
         rows = q if whole else q[block.queries]
         k, v = (_rows(t, block.keys, segment).view(n, sk, *t.shape[-2:]) for t in (kv.k, kv.v))
-        result = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors)
+        result, logs = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors, lse is not None)
         if block.empty is not None:
             result = result.masked_fill(block.empty[:, :, None, None], 0)
+        if lse is not None and logs is not None:
+            if block.empty is not None and not layer.sinks:
+                logs = logs.masked_fill(block.empty[:, None], -torch.inf)
+            lse[:, slice(None) if whole else block.queries] = logs.transpose(0, 1).flatten(1).to(lse.dtype)
         if whole:
             out.copy_(result.reshape(out.shape))
         else:
@@ -158,17 +164,27 @@ def _rows(cache: torch.Tensor, index: torch.Tensor, segment: Segment) -> torch.T
 
 
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, layer: Layer, tensors: LayerTensors
-) -> torch.Tensor:
-    """q [n, Sq, H, D], k and v [n, Sk, Hkv, D] to [n, Sq, H, Dv]."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: Block,
+    layer: Layer,
+    tensors: LayerTensors,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q [n, Sq, H, D], k and v [n, Sk, Hkv, D] to [n, Sq, H, Dv] and [n, H, Sq]."""
     n, sq, heads, _ = q.shape
     sk, kv_heads = k.shape[1], k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if block.causal and not layer.sinks:
+        if wants_lse:
+            k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+            square, square_lse = _flash_cpu(q.transpose(1, 2), k, v, None, sq > 1, layer.scale)
+            return square.transpose(1, 2), square_lse
         square = scaled_dot_product_attention(
             q.transpose(1, 2), k, v, is_causal=sq > 1, scale=layer.scale, enable_gqa=heads != kv_heads
         )
-        return square.transpose(1, 2)
+        return square.transpose(1, 2), None
     bias = block.bias
     if bias is None and layer.sinks:
         bias = q.new_zeros(n, 1, sq, sk)
@@ -191,8 +207,24 @@ def _sdpa(
         width = bias.shape[-1]
         bias = bias.view(n, kv_heads, group, sq, width) if per_head else bias[:, :, None].expand(n, 1, group, sq, width)
         bias = bias.reshape(n, -1, group * sq, width)
-    result = scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=layer.scale)
-    return result.view(n, kv_heads, group, sq, -1).permute(0, 3, 1, 2, 4).reshape(n, sq, heads, -1)
+    logs: torch.Tensor | None = None
+    if wants_lse:
+        result, logs = _flash_cpu(packed, k, v, bias, False, layer.scale)
+        logs = logs.reshape(n, heads, sq)
+    else:
+        result = scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=layer.scale)
+    return result.reshape(n, kv_heads, group, sq, -1).permute(0, 3, 1, 2, 4).reshape(n, sq, heads, -1), logs
+
+
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU's kernel below `scaled_dot_product_attention`, for its LSE [n, H, Sq]. Its three widths are equal."""
+    width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (t if t.shape[-1] == widest else torch.nn.functional.pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
+    attend_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = attend_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out[..., :width], lse
 
 
 def cache_write(
@@ -225,6 +257,7 @@ def cache_write(
 
 
 def _kernels() -> Iterator[Kernel]:
+    features = frozenset({"window", "sinks", "alibi", "noncausal"})
     for op, name in ((Op.PREFILL, "torch.sdpa"), (Op.PAGED, "torch.sdpa_paged")):
         caps = KernelCaps(
             op=op,
@@ -237,8 +270,13 @@ def _kernels() -> Iterator[Kernel]:
             head_dims=ANY_SIZE,
             gqa_ratios=ANY_SIZE,
             page_sizes=ANY_SIZE,
-            features=frozenset({"window", "sinks", "alibi", "noncausal"}),
+            features=features,
             tolerance=TOLERANCE,
+        )
+        yield Kernel(caps, attend, prepare)
+        # Only the kernel of CPUs tells its LSE.
+        caps = replace(
+            caps, name=f"{name}_lse", vendors={"cpu"}, features=features | {"lse"}, requires=(Requires("torch"),)
         )
         yield Kernel(caps, attend, prepare)
     caps = KernelCaps(

@@ -1,5 +1,7 @@
 """Measurements of this checkout, as ratios within one run: python ci/bench.py [planning] [local] [--json FILE]
 
+`python ci/bench.py attention` measures the attention kernels on a GPU: see ci/benchmarks.
+
 Peers are looked up when it runs and left out with a message where they are absent; nothing of them is kept here.
 """
 
@@ -9,6 +11,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,4 +128,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["attention"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from benchmarks.run import main as attention
+
+        sys.exit(attention(sys.argv[2:]))
     main()

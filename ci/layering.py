@@ -17,6 +17,7 @@ from typing import NamedTuple
 # and the core may not import them.
 CORE: dict[str, list[str]] = {
     "layer": [],
+    "cache_dir": [],
     "ragged": [],
     "upload": [],
     "buffers": [],
@@ -29,6 +30,7 @@ CORE: dict[str, list[str]] = {
     "merge": ["kernel"],
     "packages": ["platform.target", "select", "sets", "backends.packages"],  # select: the type of a request only
     "select": ["kernel", "packages", "platform"],
+    "verdicts": ["cache_dir", "kernel", "packages"],
     "explain": ["select"],
     "view": ["lengths", "upload"],
     "batch": ["order", "paging", "view"],
@@ -44,12 +46,24 @@ CORE: dict[str, list[str]] = {
     "check": ["mha", "mla", "mamba"],
     "ops": ["check"],
     "slot": ["ops"],
-    "attention": ["explain", "slot", "variants", "backends"],
+    "attention": ["explain", "slot", "variants", "verdicts", "backends"],
     "copies": ["attention"],
     "graphs": ["attention"],
 }
 LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
-BACKENDS = ["kernel", "layer", "merge", "packages", "paging", "platform", "ragged", "sets", "upload", "backends"]
+BACKENDS = [
+    "backends",
+    "cache",
+    "kernel",
+    "layer",
+    "merge",
+    "packages",
+    "paging",
+    "platform",
+    "ragged",
+    "sets",
+    "upload",
+]
 PLATFORM = ["layer", "platform"]
 
 # A library and the files that may import it, inside functions.

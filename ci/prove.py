@@ -1,4 +1,4 @@
-"""Runs the contract test of every kernel on this machine's device, and keeps what passed: python ci/prove.py [FILE]
+"""Runs the contract test of every kernel of this machine, and keeps those that passed: python ci/prove.py [FILE]
 
 The file belongs in ci/results/: it counts as a measured lane in the README's table while the source stays the same.
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import platform
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from portable import Kernel, detect  # noqa: E402 - the checkout's, whatever is installed
+from portable import Kernel, available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
 from portable.attention import load_kernels  # noqa: E402
 
 
@@ -35,28 +40,40 @@ def source_hash(kernel: Kernel) -> str:
     return digest.hexdigest()
 
 
-def main(path: str | None) -> int:
+def prove(name: str) -> tuple[str, int, int, float]:
+    """(the kernel's name, cells that passed, that failed, seconds), on this machine's device."""
     import cells
     import contract
 
     target = detect()
+    kernel = next(kernel for kernel in load_kernels() if kernel.name == name)
+    start, passed, failed = time.perf_counter(), 0, 0
+    for case in cells.cases(kernel, target):
+        try:
+            contract.check(kernel, case, target.device)
+            passed += 1
+        except Exception as error:
+            failed += 1
+            print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}")
+    return name, passed, failed, time.perf_counter() - start
+
+
+def main(path: str | None) -> int:
+    target = detect()
     versions = {"torch": torch.__version__, "python": platform.python_version(), "runtime": target.runtime}
+    versions |= {package: version(package) for package in ("triton",) if find_spec(package)}
+    kernels = {kernel.name: kernel for kernel in available_kernels()}
     proved: dict[str, Any] = {}
     failures = 0
-    for kernel in load_kernels():
-        start, passed = time.perf_counter(), 0
-        for case in cells.cases(kernel, target):
-            try:
-                contract.check(kernel, case, target.device)
-                passed += 1
-            except Exception as error:
-                failures += 1
-                print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}")
-        print(f"{kernel.name:24} {passed:3} cells, {time.perf_counter() - start:6.1f} s", flush=True)
-        if passed:
-            proved[kernel.name] = {"cells": passed, "source": source_hash(kernel)}
+    # most of the time is compilation: a process per kernel, some at a time
+    with ProcessPoolExecutor(max(1, min(12, (os.cpu_count() or 1) // 2)), get_context("spawn")) as pool:
+        for name, passed, failed, seconds in pool.map(prove, kernels):
+            failures += failed
+            print(f"{name:28} {passed:3} cells, {failed} failed, {seconds:6.1f} s", flush=True)
+            if passed and not failed:
+                proved[name] = {"cells": passed, "source": source_hash(kernels[name])}
     print(f"{target.name}: {len(proved)} kernels, {failures} failures")
-    if path and not failures:
+    if path:
         result = {"arch": target.arch, "card": target.name, "versions": versions, "kernels": proved}
         Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 1 if failures else 0

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -18,13 +18,14 @@ from portable.batch import Batch
 from portable.kernel import AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.mha import MhaPlan
-from portable.packages import installed
+from portable.packages import Package, installed
 from portable.parts import Parts
 from portable.platform.detect import detect
 from portable.ragged import next_power_of_2
 from portable.select import Choice, Request, parse_requested, requested_from_env, select, why_not_here
 from portable.slot import Slot
 from portable.variants import local
+from portable.verdicts import Verdicts, answer
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
@@ -67,7 +68,29 @@ def available_kernels(device: torch.device | str | None = None) -> tuple[Kernel,
     """
     target = detect(device)
     packages = installed(target, None)
-    return tuple(kernel for kernel in load_kernels() if not why_not_here(kernel, target, packages))
+    verdicts = verdicts_on(target, packages)
+    return tuple(kernel for kernel in load_kernels() if not why_not_here(kernel, target, packages, verdicts))
+
+
+def verdicts_on(target: Target, packages: Mapping[str, Package]) -> Verdicts:
+    """The verdicts of the self-test on a target's kernels."""
+
+    def test(kernel: Kernel, target: Target) -> str | None:
+        found: str | None = importlib.import_module("portable.backends.selftest").fault(kernel, target)
+        return found
+
+    return Verdicts(target, packages, test, load_kernels())
+
+
+def self_test(device: str, names: Sequence[str]) -> None:
+    """Test kernels in this process for another one, which reads the faults from the standard output."""
+    kernels = {kernel.name: kernel for kernel in load_kernels()}
+    target = detect(device)
+    answer(
+        lambda name: verdicts_on(target, {}).test(kernels[name], target),
+        names,
+        lambda: torch.zeros(1, device=target.device).cpu(),
+    )
 
 
 class Attention:
@@ -142,6 +165,7 @@ class Attention:
             requested=self._kernels.requested,
             installed=self._kernels.installed,
             kernels=load_kernels(),
+            verdict=self._kernels.verdicts,
         )
 
     def plan(self, step: Batch | Parts, *, slot: int = 0) -> MhaPlan:
@@ -242,6 +266,7 @@ class Kernels:
     def __init__(self, target: Target, layer: Layer, requested: Request | None) -> None:
         self.target, self.layer, self.requested = target, layer, requested
         self.installed = installed(target, requested)
+        self.verdicts = verdicts_on(target, self.installed)
         self._choices: dict[tuple[Op, Needs], Choice] = {}
 
     def choice(self, op: Op, needs: Needs) -> Choice:
@@ -249,12 +274,19 @@ class Kernels:
         key = (op, needs)
         if key not in self._choices:
             self._choices[key] = select(
-                op, self.target, self.layer, needs, self.requested, self.installed, load_kernels()
-            )
+                op, self.target, self.layer, needs, self.requested, self.installed, load_kernels(),
+                verdict=self.verdicts,
+            )  # fmt: skip
         return self._choices[key]
 
     def __call__(self, op: Op, needs: Needs) -> Kernel:
         return self.choice(op, needs).kernel
+
+    def settle(self, each: float = 600.0) -> None:
+        """Test what compiles at its first call, up to `each` seconds a kernel, and choose again where one fails."""
+        for key in tuple(self._choices):
+            while self.verdicts.settle(self.choice(*key).kernel, each) is not None:
+                del self._choices[key]
 
     def of(self, layer: Layer) -> Kernels:
         """The kernels of another layer on the same target."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from portable.cache_dir import cache_dir
 from portable.models import ModelError, one_line, require, transformers
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -28,17 +28,6 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NO_NETWORK = re.compile(r"connection (broken|refused|reset)|timed out|name resolution|network is unreachable", re.I)
 NEEDED = 800 << 20  # bytes: the package, its file, and the converted model beside them
 STALE = 3600.0  # seconds after which a conversion that a killed process left behind is swept away
-
-
-def cache_dir() -> Path:
-    """Where converted models live: `PORTABLE_CACHE_DIR`, or the user's cache folder."""
-    if chosen := os.environ.get("PORTABLE_CACHE_DIR"):
-        return Path(chosen)
-    try:
-        platformdirs = importlib.import_module("platformdirs")
-    except ModuleNotFoundError:
-        return Path.home() / ".cache" / "portable"
-    return Path(platformdirs.user_cache_dir("portable"))
 
 
 def default_model(say: Callable[[str], None] = lambda line: None) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from portable.explain import spell_target
 from portable.kernel import Kernel
 from portable.packages import Package, VendorPackage, inspect, installed, known_packages, why_closed
-from portable.select import Request, check_request, requested_from_env, why_not_here
+from portable.select import Request, Verdict, check_request, requested_from_env, why_not_here
 from portable.sets import listed
 
 if TYPE_CHECKING:
@@ -167,15 +167,16 @@ def _plugins(group: str, environ: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _kernels(target: Target, request: Request | None) -> list[dict[str, Any]]:
-    from portable.attention import load_kernels
+    from portable.attention import load_kernels, verdicts_on
 
     packages = installed(target, request)
-    return [_kernel(kernel, target, packages) for kernel in load_kernels()]
+    verdicts = verdicts_on(target, packages)
+    return [_kernel(kernel, target, packages, verdicts) for kernel in load_kernels()]
 
 
-def _kernel(kernel: Kernel, target: Target, packages: Mapping[str, Package]) -> dict[str, Any]:
+def _kernel(kernel: Kernel, target: Target, packages: Mapping[str, Package], verdict: Verdict) -> dict[str, Any]:
     caps = kernel.caps
-    reasons = why_not_here(kernel, target, packages)
+    reasons = why_not_here(kernel, target, packages, verdict)
     return {
         "name": kernel.name,
         "provider": caps.provider,
@@ -189,7 +190,7 @@ def _kernel(kernel: Kernel, target: Target, packages: Mapping[str, Package]) -> 
 
 
 def _cache_dir() -> str:
-    from portable.default_model import cache_dir
+    from portable.cache_dir import cache_dir
 
     return str(cache_dir())
 

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
-from portable.select import Choice, Reasons, Request, parse_requested, select, survey, vendor_order
+from portable.select import Choice, Reasons, Request, Verdict, parse_requested, select, survey, vendor_order
 from portable.sets import short
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def explain(
     order: Mapping[str, Sequence[str]] | None = None,
     cases: Iterable[Case] | None = None,
     notes: Iterable[str] = (),
+    verdict: Verdict | None = None,
 ) -> Explanation:
     """The choice for each case, those that the layer's family needs when None; arguments as for `select`.
 
@@ -112,9 +113,9 @@ def explain(
     rows = []
     for op, phase, needs in cases_of(layer, page_size) if cases is None else cases:
         try:
-            choice = select(op, target, layer, needs, request, packages, every, ranking)
+            choice = select(op, target, layer, needs, request, packages, every, ranking, verdict)
         except UnsupportedError:
-            how, asked = survey(op, target, layer, needs, request, packages, every, ranking)
+            how, asked = survey(op, target, layer, needs, request, packages, every, ranking, verdict)
             rows.append(Row(op, phase, needs, None, tuple((kernel.name, reasons) for kernel, reasons in asked), how))
         else:
             rows.append(Row(op, phase, needs, choice, choice.rejected, choice.how))

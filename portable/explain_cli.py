@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the explanation; 1 when an operation has no kernel, or a compiled kernel cannot be launched."""
     if args.isa is not None:
         return _run_isa(args)
-    from portable.attention import load_kernels
+    from portable.attention import load_kernels, verdicts_on
     from portable.cli import show
     from portable.platform.detect import describe, detect
 
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     named = dict(_named(text) for text in args.with_)
     kernels = load_kernels()
     available = _packages(target, request, kernels, named, args.without, described=bool(args.arch))
+    real = not (args.arch or named or args.without)
     explanations = [
         explain(
             target,
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
             requested=request,
             cases=cases_of(layer, max(args.page_size, 1), lse=args.lse),
             notes=unused_packages(named, kernels),
+            verdict=verdicts_on(target, installed(target, request)) if real else None,
         )
         for layer in _layers(args, target)
     ]

@@ -82,17 +82,20 @@ class AttnOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LseForm:
-    """How a vendor callable returns its LSE; our own kernels follow the contract and keep the defaults."""
+    """How a vendor callable returns its LSE; our own kernels follow the contract and keep the defaults.
 
-    layout: str = "ht"  # "ht" [H, T], "th" [T, H], "bhs" [B, H, max query length]
+    Where S, the greatest query length, or T is an axis, it may be longer than needed.
+    """
+
+    layout: str = "ht"  # "ht" [H, T], "th" [T, H], "bhs" [B, H, S], "bsh" [B, S, H], "bhs1" [B, H, S, 1]
     base: str = "e"  # or "2"
-    empty: str = "-inf"  # what a row without keys holds: "-inf", "+inf", "0" or "nan"
+    empty: str = "-inf"  # what a row without keys holds: "-inf", "+inf", "0", "nan" or "sink" (-inf without one)
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("layout", self.layout, ("ht", "th", "bhs")),
+            ("layout", self.layout, ("ht", "th", "bhs", "bsh", "bhs1")),
             ("base", self.base, ("e", "2")),
-            ("empty", self.empty, ("-inf", "+inf", "0", "nan")),
+            ("empty", self.empty, ("-inf", "+inf", "0", "nan", "sink")),
         ):
             if value not in known:
                 raise ValueError(f"LseForm {name} is {value!r}; it must be one of {', '.join(known)}")

@@ -107,37 +107,60 @@ def normalize_lse(
     """A vendor's LSE as the contract has it: [H, T] float32, contiguous, natural log, empty rows -inf or the sink.
 
     Args:
-        lse: "ht" [H, T], "th" [T, H] or "bhs" [B, H, S], as `form.layout` declares; the axis of "ht" and "bhs" that
-            runs over tokens may be longer than needed. The declaration decides: for T == H shapes say nothing.
+        lse: in a layout of `LseForm`, as `form.layout` declares; the axis that runs over tokens may be longer than
+            needed. The declaration decides: for T == H shapes say nothing.
         seen: [T] bool, the rows that see a key (`has_keys`); what `lse` holds in the others is not used.
-        cu_seqlens_q: [B + 1] int32, for "bhs".
+        cu_seqlens_q: [B + 1] int32, for layouts with an axis of requests.
         sinks: [H], where the kernel was given sinks: what rows without keys hold.
 
     Raises:
-        ValueError: a shape that the declared layout cannot have, or "bhs" without cu_seqlens_q.
+        ValueError: a shape that the declared layout cannot have, or one with an axis of requests without cu_seqlens_q.
 
     >>> normalize_lse(torch.tensor([[3.0, 5.0]]), LseForm(layout="th", base="2"), 2, torch.tensor([True]))
     tensor([[2.0794],
             [3.4657]])
     """
-    tokens = seen.shape[0]
-    if form.layout == "ht":
-        fits = lse.dim() == 2 and lse.shape[0] == num_heads and lse.shape[1] >= tokens
-        _check_lse(lse, form, fits, num_heads, tokens)
-        rows = lse[:, :tokens]
-    elif form.layout == "th":
-        _check_lse(lse, form, lse.shape == (tokens, num_heads), num_heads, tokens)
-        rows = lse.T
-    else:
-        if cu_seqlens_q is None:
-            raise ValueError("cu_seqlens_q is None; an LSE of layout 'bhs' needs it to find each request's rows")
-        requests = cu_seqlens_q.shape[0] - 1
-        _check_lse(lse, form, lse.dim() == 3 and lse.shape[:2] == (requests, num_heads), num_heads, tokens)
-        request, offset = _requests(cu_seqlens_q, tokens)
-        rows = lse[request, :, offset].T
-    rows = rows.float() * (math.log(2) if form.base == "2" else 1.0)
+    rows = lse_rows(lse, form, num_heads, seen.shape[0], cu_seqlens_q)
     empty = torch.full_like(rows[:, :1], -torch.inf) if sinks is None else sinks.float()[:, None]
     return torch.where(seen, rows, empty).contiguous()
+
+
+def lse_rows(
+    lse: torch.Tensor, form: LseForm, num_heads: int, num_tokens: int, cu_seqlens_q: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A vendor's LSE as [H, T] float32 in natural log, a view where it can be; its empty rows as they are.
+
+    >>> lse_rows(torch.zeros(1, 2, 8, 1), LseForm(layout="bhs1"), 2, 5, torch.tensor([0, 5])).shape
+    torch.Size([2, 5])
+
+    Raises:
+        ValueError: as `normalize_lse`.
+    """
+    layout, given = form.layout, lse
+    if layout == "ht":
+        fits = lse.dim() == 2 and lse.shape[0] == num_heads and lse.shape[1] >= num_tokens
+    elif layout == "th":
+        fits = lse.dim() == 2 and lse.shape[0] >= num_tokens and lse.shape[1] == num_heads
+        lse = lse.T if fits else lse
+    else:
+        if layout == "bsh":
+            lse = lse.transpose(-1, -2)
+        elif layout == "bhs1" and lse.shape[-1] == 1:
+            lse = lse.squeeze(-1)
+        if cu_seqlens_q is None:
+            raise ValueError(f"cu_seqlens_q is None; an LSE of layout {layout!r} needs it to find each request's rows")
+        fits = lse.dim() == 3 and lse.shape[:2] == (len(cu_seqlens_q) - 1, num_heads)
+    if not fits:
+        raise ValueError(
+            f"lse has shape {tuple(given.shape)}; layout {layout!r} of {num_heads} heads and {num_tokens} tokens "
+            "does not allow it"
+        )
+    if layout.startswith("b"):
+        assert cu_seqlens_q is not None
+        request, offset = _requests(cu_seqlens_q, num_tokens)
+        lse = lse[request, :, offset].T
+    rows = lse[:, :num_tokens].float()
+    return rows * math.log(2) if form.base == "2" else rows
 
 
 def _requests(cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,11 +185,3 @@ def _check(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], sinks: to
             raise ValueError(f"lses[{i}] has shape {tuple(log.shape)}; it must be [H, T] = {(heads, tokens)}")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it must be [H] = {(heads,)}")
-
-
-def _check_lse(lse: torch.Tensor, form: LseForm, fits: bool, num_heads: int, tokens: int) -> None:
-    if not fits:
-        raise ValueError(
-            f"lse has shape {tuple(lse.shape)}; layout {form.layout!r} of {num_heads} heads and {tokens} tokens "
-            "does not allow it"
-        )

@@ -58,7 +58,9 @@ class VendorPackage:
     marker: str | None = None  # a submodule that a namesake lacks
     extension: str | None = None  # a compiled module that comes with it,
     switch: tuple[str, str] | None = None  # unless this environment variable has this value
+    chosen_by: tuple[str, str, bool] | None = None  # an environment variable, a value, and whether it must have it
     symbols: tuple[str, ...] = ()  # what kernels use, in the module or its submodules
+    compiles: bool = False  # at its first call, for minutes: so it is tested where the caller is ready to wait
 
 
 def known_packages() -> tuple[VendorPackage, ...]:
@@ -66,6 +68,16 @@ def known_packages() -> tuple[VendorPackage, ...]:
     from portable.backends.packages import PACKAGES
 
     return PACKAGES
+
+
+def compiles_late(name: str) -> bool:
+    """Whether a distribution compiles its kernels at their first call.
+
+    >>> compiles_late("torch")
+    False
+    """
+    key = canonicalize_name(name)
+    return any(package.compiles for package in known_packages() if canonicalize_name(package.name) == key)
 
 
 def installed(
@@ -180,6 +192,10 @@ def _problem(package: VendorPackage) -> str | None:
     module = _locate(package.module)
     if module is not None and (namesake := _namesake(package, module)):
         return namesake
+    if package.chosen_by is not None:
+        variable, value, must = package.chosen_by
+        if (os.environ.get(variable) == value) is not must:
+            return f"{variable}={value} is {f'not set; it chooses {package.title}' if must else 'set'}"
     if package.extension is not None and _locate(package.extension) is None:
         variable, value = package.switch or ("", "")
         if not variable or os.environ.get(variable) != value:
@@ -187,6 +203,9 @@ def _problem(package: VendorPackage) -> str | None:
             return f"its compiled module {package.extension} is not there; build {package.name} with it{other}"
     return _open(package)
 
+
+WARNS, ENDS = 60.0, 600.0  # seconds of an import after which it is reported, and given up
+MAIN_ONLY = "signal only works in main thread"
 
 _opened: dict[VendorPackage, str | None] = {}
 _lock = threading.RLock()
@@ -198,10 +217,35 @@ def _open(package: VendorPackage) -> str | None:
         if package not in _opened:
             noise = io.StringIO()
             with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-                _opened[package] = _import(package)
+                _opened[package] = _in_time(package)
             if noise.getvalue():
                 log.debug("importing %s printed: %s", package.module, noise.getvalue().strip())
         return _opened[package]
+
+
+def _in_time(package: VendorPackage) -> str | None:
+    """`_import` in a thread, for a library that waits for a lock that nobody gives back must not hold this one up."""
+    found: list[str | KeyboardInterrupt | None] = []
+
+    def work() -> None:
+        try:
+            found.append(_import(package))
+        except KeyboardInterrupt as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, name=f"import of {package.module}", daemon=True)
+    thread.start()
+    thread.join(WARNS)
+    if thread.is_alive():
+        log.warning("importing %s has taken %g s; does it wait for a lock?", package.module, WARNS)
+        thread.join(ENDS - WARNS)
+    if not found:
+        return f"importing {package.module} did not end within {ENDS:g} s"
+    if isinstance(found[0], KeyboardInterrupt):
+        raise found[0]
+    if found[0] is not None and MAIN_ONLY in found[0]:
+        return _import(package)
+    return found[0]
 
 
 def _import(package: VendorPackage) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ REFERENCE = "reference"  # the provider that is asked last
 VARIABLE = "PORTABLE_BACKEND"
 
 Reasons = tuple[str, ...]
+Verdict = Callable[[Kernel], "str | None"]  # why a kernel that could serve is not to be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def select(
     installed: Mapping[str, str | Package] | None = None,
     kernels: Iterable[Kernel] | None = None,
     order: Mapping[str, Sequence[str]] | None = None,
+    verdict: Verdict | None = None,
 ) -> Choice:
     """The first kernel, in order, that can serve; of those that the user forced, when he forced any.
 
@@ -113,6 +115,7 @@ def select(
         kernels: the candidates in their order of registration.
         order: operation -> provider (or kernel) names, best first; None = the order of the target's vendor.
             What it does not list follows as registered, and the reference comes last.
+        verdict: asked last, of one kernel after the other until one may be used; None = every one may.
 
     Raises:
         ValueError: a forced name that no kernel or provider has.
@@ -127,6 +130,7 @@ def select(
         {} if installed is None else installed,
         tuple(kernels or ()),
         vendor_order(target) if order is None else order,
+        verdict,
     )
     able = [kernel for kernel, reasons in asked if not reasons]
     rejected = tuple((kernel.name, reasons) for kernel, reasons in asked if reasons)
@@ -146,6 +150,7 @@ def survey(
     installed: Mapping[str, str | Package],
     kernels: tuple[Kernel, ...],
     order: Mapping[str, Sequence[str]],
+    verdict: Verdict | None = None,
 ) -> tuple[str, tuple[tuple[Kernel, Reasons], ...]]:
     """How the choice is made, and every candidate in its order with its reasons (none: it can serve)."""
     how, candidates = _candidates(op, kernels, request)
@@ -156,17 +161,25 @@ def survey(
             return len(names) + 1
         return next((i for i, name in enumerate(names) if name in (kernel.name, kernel.caps.provider)), len(names))
 
-    def reasons(kernel: Kernel) -> Reasons:
-        refused = kernel.why_not(target, layer, needs)
-        return refused + _package_reasons(kernel, target, installed, opened=not refused)
+    asked, served = [], False
+    for kernel in sorted(candidates, key=rank):
+        reasons = kernel.why_not(target, layer, needs)
+        reasons += _package_reasons(kernel, target, installed, opened=not reasons)
+        if not (reasons or served) and verdict is not None and (found := verdict(kernel)):
+            reasons = (found,)
+        served = served or not reasons
+        asked.append((kernel, reasons))
+    return how, tuple(asked)
 
-    return how, tuple((kernel, reasons(kernel)) for kernel in sorted(candidates, key=rank))
 
-
-def why_not_here(kernel: Kernel, target: Target, installed: Mapping[str, str | Package]) -> Reasons:
+def why_not_here(
+    kernel: Kernel, target: Target, installed: Mapping[str, str | Package], verdict: Verdict | None = None
+) -> Reasons:
     """Every reason for which a kernel cannot run on a target, whatever the layer; empty when it can."""
     reasons = kernel.why_not_on(target)
-    return (*reasons, *_package_reasons(kernel, target, installed, opened=not reasons))
+    reasons += _package_reasons(kernel, target, installed, opened=not reasons)
+    found = None if reasons or verdict is None else verdict(kernel)
+    return (found,) if found else reasons
 
 
 def vendor_order(target: Target) -> Mapping[str, Sequence[str]]:
@@ -220,7 +233,8 @@ def _package_reasons(
         return ()
     reasons = []
     for name, versions in kernel.caps.requires:
-        found = installed.get(canonicalize_name(name)) or installed.get(name)
+        # "name[build]" is one build of a package; of one that is only described, any
+        found = installed.get(canonicalize_name(name)) or installed.get(name) or installed.get(name.partition("[")[0])
         package = Package(found) if isinstance(found, str) else found
         if package is None:
             reasons.append(f"{name} is not installed")

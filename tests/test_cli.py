@@ -192,7 +192,7 @@ def test_doctor_reports_in_json_all_that_it_knows(capsys: pytest.CaptureFixture[
     assert {"vendor", "arch", "product", "compute_units", "memory", "fp8"} <= found["target"].keys()
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"] == sys.version.split()[0]
-    assert {"amd-aiter", "flash-attn", "flash_attn_3", "flash-attn-4", "flash_mla", "triton"} == found[
+    assert {"amd-aiter", "flash-attn", "flash_attn_3", "flash-attn-4", "flash_mla", "triton"} <= found[
         "packages"
     ].keys()
     for package in found["packages"].values():

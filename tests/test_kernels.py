@@ -43,6 +43,8 @@ def test_every_cell_that_a_kernel_accepts_is_right(kernel):
 @pytest.mark.device
 @each_kernel
 def test_every_cell_that_a_kernel_accepts_is_right_on_this_device(kernel):
+    if kernel not in portable.available_kernels():
+        pytest.skip("its package is not installed, or it is for another device")
     prove(kernel, portable.detect())
 
 

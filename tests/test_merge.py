@@ -166,7 +166,7 @@ def test_base_2_merged_as_natural_log_is_what_normalizing_prevents():
 @pytest.mark.parametrize(
     ("query_lens", "heads"), [([2, 3, 1], 3), ([2, 3], 5), ([5], 5), ([1, 1, 1], 3), ([0, 4, 0], 2)]
 )
-@pytest.mark.parametrize("layout", ["ht", "th", "bhs"])
+@pytest.mark.parametrize("layout", ["ht", "th", "bhs", "bsh", "bhs1"])
 def test_every_layout_becomes_the_same_values(no_sync, layout, query_lens, heads, pad, base):
     """Square cases are told apart by the declaration: score h for head h over n keys gives ln(n) + h."""
     tokens, longest = sum(query_lens), max(query_lens)
@@ -182,6 +182,7 @@ def test_every_layout_becomes_the_same_values(no_sync, layout, query_lens, heads
         given_lse = torch.full((len(query_lens), heads, longest + pad), torch.nan)
         for r, n in enumerate(query_lens):
             given_lse[r, :, :n] = vendor[:, cu[r] : cu[r] + n]
+        given_lse = {"bhs": given_lse, "bsh": given_lse.transpose(1, 2), "bhs1": given_lse[..., None]}[layout]
     with no_sync():
         seen = has_keys(cu, cu.diff(), tokens)
         got = normalize_lse(given_lse, LseForm(layout=layout, base=base), heads, seen, cu)

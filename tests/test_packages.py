@@ -180,6 +180,22 @@ def test_a_flash_attn_that_cannot_be_used_costs_only_those_who_ask_for_it(
         assert f"flash_attn.prefill: {problem}" in str(error.value)
 
 
+@pytest.mark.parametrize("variable", [False, True])
+def test_one_build_of_flash_attn_is_chosen_by_the_variable(
+    site: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+) -> None:
+    install(site, {"flash_attn/__init__.py": FLASH, "flash_attn_2_cuda.py": ""}, flash_attn="2.8.3")
+    if variable:
+        monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
+    problems = {build: installed()[f"flash-attn[{build}]"].problem for build in ("ck", "triton")}
+    absent = "FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE is not set; it chooses FlashAttention 2 on Triton"
+    assert problems == (
+        {"ck": "FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE is set", "triton": None}
+        if variable
+        else {"ck": None, "triton": absent}
+    )
+
+
 # C07: the name aiter
 
 

@@ -115,6 +115,7 @@ def pretended(target=GPUTarget("cuda", 90, 32)):  # noqa: B008
         patch.setattr(fast, "current_device", lambda: gpu.current)
         patch.setattr(fast, "raw_stream", lambda index: 100 + index)
         patch.setattr(launching, "_bound", {})
+        patch.setattr(launching, "_known", {})
         kernel.device_caches.clear()
         yield gpu
         kernel.device_caches.clear()

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 from portable.kernel import Kernel
 
-FILES: tuple[str, ...] = ("merge", "cache", "copy")  # grows as each is whole
+# in the order in which `select` prefers them: the kernel for fewer devices or longer queries comes first
+FILES = ("prefill_hopper", "prefill", "paged", "merge", "cache", "copy")
 
 
 def _kernels() -> tuple[Kernel, ...]:

@@ -1,0 +1,92 @@
+"""What aiter's callables have in common."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from portable.backends.adapter import Adapter, Step
+from portable.backends.rows import as_slots, token_csr
+from portable.kernel import KV, Requires, Segment
+from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.merge import merge_states
+
+OLD, NEW, EITHER = (Requires("amd-aiter", versions) for versions in (">=0.1.7,<0.1.8", ">=0.1.8", ">=0.1.7"))
+ARCHS = frozenset({"gfx942", "gfx950"})
+HALVES = frozenset({torch.bfloat16, torch.float16})
+# bfloat16 keeps 8 bits: half a unit in the last place of the output, of P and of a product
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class Call(Adapter):
+    """A callable of aiter. Sinks are applied here, from its LSE, so that every release does the same with them."""
+
+    def bind(self) -> Callable[..., Any]:
+        function = super().bind()
+        if reason := self.why_not_routed():
+            raise UnsupportedError(f"{self.convention.module}.{self.convention.function} {reason}")
+        return function
+
+    def why_not_routed(self) -> str | None:
+        """Why a call would not reach the kernels that the conventions are of, or None."""
+        return None
+
+    def prepare(self, segment: Segment, layer: Layer) -> Any:
+        return super().prepare(segment, replace(layer, sinks=False))
+
+    @torch.no_grad()  # with gradients, some of the callables insist on an LSE
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: KV,
+        segment: Segment,
+        layer: Layer,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if not layer.sinks:
+            super().run(q, kv, segment, layer, tensors, out, lse)
+            return
+        lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32) if lse is None else lse
+        super().run(q, kv, segment, replace(layer, sinks=False), tensors._replace(sinks=None), out, lse)
+        merge_states([out], [lse], tensors.sinks, out, lse)
+
+
+class SlotCall(Call):
+    """A callable that is given slots instead of pages: any page size, on every release."""
+
+    def _common(self, segment: Segment, layer: Layer) -> dict[str, Any]:
+        csr = token_csr(segment)
+        of_tokens = {"kv_indptr": csr.indptr, "kv_indices": csr.indices, "kv_last_page_len": csr.last_page_len}
+        names = self.convention.names
+        return super()._common(segment, layer) | {
+            names[name]: value for name, value in of_tokens.items() if name in names
+        }
+
+    def _call(
+        self,
+        step: Step,
+        fixed: dict[str, Any],
+        q: torch.Tensor,
+        kv: KV,
+        segment: Segment,
+        layer: Layer,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        indices = self.convention.names["kv_indices"]
+        slots, index = as_slots(kv, fixed[indices], segment.page_size)
+        if slots.v is None:
+            slots = KV(slots.k.unsqueeze(1), None)  # pages of one
+        return super()._call(step, fixed | {indices: index}, q, slots, segment, layer, tensors, out, wants_lse)
+
+
+def module_of(name: str) -> Any:
+    """A module of aiter, which has been imported already."""
+    return importlib.import_module(name)

@@ -1,0 +1,201 @@
+"""Attention over pages: decode over whole pages by HIP, and any step over slots by CK."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from portable.backends.adapter import Convention
+from portable.backends.aiter.calls import ARCHS, EITHER, HALVES, TOLERANCE, Call, SlotCall
+from portable.backends.rows import each_query
+from portable.kernel import KV, Kernel, KernelCaps, LseForm, Op, Segment
+from portable.layer import Layer, LayerTensors
+from portable.ragged import cdiv
+from portable.sets import multiple_of, one_of
+
+PARTITION = 256  # keys that one workgroup of a decode reads
+
+
+class DecodeCall(Call):
+    """One query per row; rows of q, of the table and of the cache are read by their first strides alone."""
+
+    def prepare(self, segment: Segment, layer: Layer) -> Any:
+        rows = each_query(segment)
+        return replace(rows, prepared=super().prepare(rows, layer))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: KV,
+        segment: Segment,
+        layer: Layer,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        assert kv.v is not None
+        self.check(kv.k, kv.v)
+        dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        super().run(q.contiguous(), kv, segment.prepared, layer, tensors, dense, lse)
+        if dense is not out:
+            out.copy_(dense)
+
+    def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise a ValueError for pages that the kernel would misread: it takes the strides of K for those of V."""
+        if k.stride()[:2] != v.stride()[:2] or not (k[0, 0].is_contiguous() and v[0, 0].is_contiguous()):
+            raise ValueError(
+                f"caches k and v have strides {list(k.stride())} and {list(v.stride())}; "
+                "pages and heads must be as far apart in both, and what is in a head dense"
+            )
+
+
+class NhdCall(DecodeCall):
+    """Pages of any strides, the same for K and V."""
+
+    def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        if k.stride() != v.stride():
+            raise ValueError(
+                f"caches k and v have strides {list(k.stride())} and {list(v.stride())}; they must be equal"
+            )
+
+
+def partitions(segment: Segment) -> int:
+    return cdiv(segment.max_seq_len, PARTITION)
+
+
+def sums(segment: Segment, layer: Layer) -> torch.Tensor:
+    shape = len(segment.seq_lens), layer.num_heads, partitions(segment)
+    return torch.empty(shape, dtype=torch.float32, device=segment.seq_lens.device)
+
+
+def partial(segment: Segment, layer: Layer) -> torch.Tensor:
+    shape = len(segment.seq_lens), layer.num_heads, partitions(segment), layer.v_head_dim
+    return torch.empty(shape, dtype=layer.dtype, device=segment.seq_lens.device)
+
+
+def output(segment: Segment, layer: Layer) -> torch.Tensor:
+    shape = len(segment.seq_lens), layer.num_heads, layer.v_head_dim
+    return torch.empty(shape, dtype=layer.dtype, device=segment.seq_lens.device)
+
+
+def workspace(segment: Segment, layer: Layer) -> torch.Tensor:
+    """Bytes of the partial outputs, of their sums and of their maxima."""
+    parts = len(segment.seq_lens) * layer.num_heads * partitions(segment)
+    size = parts * (layer.v_head_dim * layer.dtype.itemsize + 2 * torch.float32.itemsize)
+    return torch.empty(size, dtype=torch.uint8, device=segment.seq_lens.device)
+
+
+def unscaled(segment: Segment, layer: Layer) -> torch.Tensor:
+    return torch.ones(1, dtype=torch.float32, device=segment.seq_lens.device)
+
+
+DECODE_NAMES = {
+    "q": "query",
+    "k": "key_cache",
+    "v": "value_cache",
+    "out": "out",
+    "alibi": "alibi_slopes",
+    "block_table": "block_tables",
+    "seq_lens": "context_lens",
+    "max_seq_len": "max_context_len",
+    "scale": "scale",
+}
+DECODE_FIXED: dict[str, Any] = {
+    "alibi_slopes": None,
+    "kv_cache_dtype": "auto",
+    "fp8_out_scale": None,
+    "partition_size": PARTITION,
+    "mtp": 1,
+}
+DECODE = Convention(
+    module="aiter",
+    function="paged_attention_v1",
+    names={**DECODE_NAMES, "softcap": "logits_soft_cap"},
+    fixed={**DECODE_FIXED, "kv_cache_layout": "NHD", "cu_query_lens": None},
+    step={"workspace_buffer": workspace, "k_scale": unscaled, "v_scale": unscaled},
+    writes_out=True,
+    zeroes_empty=False,  # a row without keys has no partition, so nothing is written
+)
+PACKED = Convention(
+    module="aiter",
+    function="paged_attention_rocm",
+    # V [pages, Hkv, D, page_size] does not end in the width of the output, so the output is made here
+    names={name: keyword for name, keyword in DECODE_NAMES.items() if name != "out"} | {"page_size": "block_size"},
+    fixed={**DECODE_FIXED, "k_scale": None, "v_scale": None},
+    step={
+        "out": output,
+        "exp_sums": sums,
+        "max_logits": sums,
+        "tmp_out": partial,
+        "num_kv_heads": lambda segment, layer: layer.num_kv_heads,
+    },
+    zeroes_empty=False,
+)
+SLOTS = Convention(
+    module="aiter",
+    function="mha_batch_prefill_func",
+    names={
+        "q": "q",
+        "k": "k",
+        "v": "v",
+        "out": "out",
+        "alibi": "alibi_slopes",
+        "lse": "return_lse",
+        "cu_seqlens_q": "cu_seqlens_q",
+        "kv_indptr": "kv_indptr",
+        "kv_indices": "kv_page_indices",
+        "max_query_len": "max_seqlen_q",
+        "max_seq_len": "max_seqlen_k",
+        "scale": "softmax_scale",
+        "softcap": "logits_soft_cap",
+        "causal": "causal",
+        "window": "window_size",
+    },
+    returns={2: 1},
+    lse=LseForm(empty="nan"),  # not confirmed
+    zeroes_empty=False,
+)
+DECODE_CAPS = KernelCaps(
+    op=Op.PAGED,
+    name="aiter.decode",
+    provider="aiter",
+    vendors={"amd"},
+    archs=ARCHS,
+    requires=(EITHER,),
+    dtypes=HALVES,
+    head_dims=one_of(64, 128),
+    equal_value_dim=True,
+    gqa_ratios=multiple_of(1, up_to=16),
+    query_lens=one_of(1),
+    page_sizes=one_of(16, 32),
+    features=frozenset({"softcap", "alibi", "noncausal"}),  # the one query of a request sees all its keys
+    max_seq_len=128 * 1024,
+    tolerance=TOLERANCE,
+)
+
+KERNELS: tuple[Kernel, ...] = (
+    NhdCall(DECODE).kernel(DECODE_CAPS),
+    DecodeCall(PACKED).kernel(
+        replace(
+            DECODE_CAPS,
+            name="aiter.decode_packed",
+            cache_layouts=("k_packed", "shuffled"),
+            features=frozenset({"alibi", "noncausal"}),
+        )
+    ),
+    SlotCall(SLOTS).kernel(
+        replace(
+            DECODE_CAPS,
+            name="aiter.paged",
+            head_dims=one_of(128),  # of the instances that CK compiles for it
+            query_lens=multiple_of(1),
+            gqa_ratios=multiple_of(1),
+            page_sizes=multiple_of(1),
+            page_form="csr",
+            features=frozenset({"window", "softcap", "sinks", "alibi", "noncausal", "lse"}),
+            max_seq_len=None,
+        )
+    ),
+)

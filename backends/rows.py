@@ -1,0 +1,102 @@
+"""Where the rows of a step are: those without keys, those of a rectangular batch, and the slots of pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from portable.kernel import KV, Segment
+from portable.layer import Layer
+from portable.merge import has_keys
+from portable.paging import PageCsr, num_pages, page_csr
+from portable.ragged import ragged_arange
+from portable.upload import upload
+
+
+def token_csr(segment: Segment) -> PageCsr:
+    """The slots of each request's keys, as pages of one token."""
+    assert segment.block_table is not None
+    pages = num_pages(segment.host_seq_lens, segment.page_size)
+    csr = page_csr(segment.block_table, segment.seq_lens, segment.page_size, pages)
+    return csr.of_tokens(int(segment.host_seq_lens.sum()))
+
+
+def as_slots(kv: KV, indices: torch.Tensor, page_size: int) -> tuple[KV, torch.Tensor]:
+    """Pages [pages, page_size, ...] as slots [N, ...], and slot numbers that skip what lies between two pages.
+
+    Raises:
+        ValueError: pages that do not lie a whole number of tokens apart, the same in K and V.
+    """
+    steps = {each.stride(0) / each.stride(1) for each in kv if each is not None}
+    step = steps.pop()
+    if steps or step != int(step):
+        strides = " and ".join(str(list(each.stride())) for each in kv if each is not None)
+        raise ValueError(f"caches have strides {strides}; their pages must be the same whole number of tokens apart")
+    if step != page_size:
+        indices = indices + indices // page_size * (int(step) - page_size)
+
+    def slots(pages: torch.Tensor) -> torch.Tensor:
+        count = (len(pages) - 1) * int(step) + page_size
+        return pages.as_strided((count, *pages.shape[2:]), pages.stride()[1:])
+
+    return KV(slots(kv.k), None if kv.v is None else slots(kv.v)), indices
+
+
+def each_query(segment: Segment) -> Segment:
+    """The same queries as requests of one query each, over the keys that it may see; windows are left as they are."""
+    lens = segment.host_query_lens
+    row, position = ragged_arange(lens)
+    behind = lens[row] - position - 1  # queries of its request that follow
+    device = segment.seq_lens.device
+    request, later, ones = upload([row.astype(np.int64), behind, np.arange(len(row) + 1, dtype=np.int32)], device)
+    keys, host_keys = segment.seq_lens[request], segment.host_seq_lens[row]
+    causal = segment.causal[request] if isinstance(segment.causal, torch.Tensor) else segment.causal
+    if isinstance(causal, torch.Tensor):
+        keys = torch.where(causal, keys - later, keys)
+    elif causal:
+        keys, host_keys = keys - later, host_keys - behind
+    return replace(
+        segment,
+        requests=slice(0, len(row)),
+        cu_seqlens_q=ones,
+        seq_lens=keys.clamp(min=0).to(torch.int32),
+        block_table=None if segment.block_table is None else segment.block_table[request],
+        causal=True,
+        max_query_len=1,
+        max_seq_len=int(host_keys.max(initial=0)),
+        host_query_lens=np.ones(len(row), dtype=np.int32),
+        host_seq_lens=host_keys.clip(min=0).astype(np.int32),
+        exact=segment.exact and not isinstance(segment.causal, torch.Tensor),
+    )
+
+
+def may_be_empty(segment: Segment, layer: Layer) -> bool:
+    """Whether some row may see no key, as far as the host knows."""
+    queries, keys = segment.host_query_lens, segment.host_seq_lens
+    bounded = segment.causal is not False or layer.window[1] is not None
+    return not segment.exact or bool(((queries > 0) & ((keys == 0) | (bounded & (queries > keys)))).any())
+
+
+def seen_rows(segment: Segment, layer: Layer) -> torch.Tensor:
+    """[T] bool, the rows that see a key, from the lengths on the device."""
+    tokens = segment.tokens.stop - segment.tokens.start
+    return has_keys(segment.cu_seqlens_q, segment.seq_lens, tokens, segment.causal, layer.window)
+
+
+def as_batch(segment: Segment) -> tuple[tuple[int, int], torch.Tensor | None, torch.Tensor | None]:
+    """(B, Sq), the token at each place and the place of each token: queries stand at the end of their row.
+
+    There a query of a shorter request is as far from the last key as it should be. None, None: nothing moves.
+    """
+    lens, longest = segment.host_query_lens, segment.max_query_len
+    shape = len(lens), longest
+    if (lens == longest).all():
+        return shape, None, None
+    row, position = ragged_arange(lens)
+    places = row.astype(np.int64) * longest + (longest - lens[row]) + position
+    sources = np.zeros(len(lens) * longest, dtype=np.int64)
+    sources[places] = np.arange(len(places))
+    there, here = upload([sources, places], segment.cu_seqlens_q.device)
+    return shape, there, here

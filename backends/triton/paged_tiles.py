@@ -1,0 +1,59 @@
+"""How the paged kernel is cut for each family of devices: facts as data, and how one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from portable.layer import Layer
+from portable.platform.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One way to cut the work.
+
+    `programs` run at once on a compute unit. Items have `enough` keys or more where there are that many, and there
+    are at most `turns` times as many as run at once: more items balance ragged batches, fewer save partial results.
+    """
+
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+    programs: int
+    turns: int = 4
+    enough: int = 1024
+    masked: bool = True  # one loop that masks every tile, not three: short loops, and few scores per thread
+    options: Mapping[str, int] = field(default_factory=dict)  # of the vendor's compiler
+
+
+def rows_of(layer: Layer, max_query_len: int) -> int:
+    """Rows of a tile, a power of two from 16 to 128: the heads of a KV head for every query token, where they fit.
+
+    >>> layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
+    >>> [rows_of(layer, n) for n in (1, 4, 8, 1000)]
+    [16, 16, 32, 128]
+    """
+    tokens = 1 if layer.batch_invariant else max_query_len
+    return min(max(16, 1 << (layer.group * tokens - 1).bit_length()), 128)
+
+
+def tile_of(target: Target, layer: Layer, block_m: int) -> Tile:
+    """The tile for this device, layer and rows."""
+    # bytes of K and V of a key, as they are multiplied
+    row = (layer.qk_head_dim + layer.v_head_dim) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
+    if target.vendor == "amd":
+        # LDS holds one stage of K and V of a workgroup: 64 KiB on gfx942, 2 to 4 workgroups
+        block_n = 64 if row <= 512 and block_m <= 64 else 32 if row <= 1024 else 16
+        return Tile(
+            block_n=max(block_n, 16),
+            num_warps=4 if block_m >= 64 or block_n >= 64 else 2,
+            num_stages=2,
+            programs=2,
+            masked=block_m < 64,
+            options={"waves_per_eu": 0, "matrix_instr_nonkdim": 16},
+        )
+    if block_m >= 64:
+        block_n = 64 if row <= 512 else 32
+        return Tile(block_n=block_n, num_warps=block_m // 16, num_stages=3, programs=1, turns=2, masked=False)
+    return Tile(block_n=64 if row <= 512 else 32 if row <= 1024 else 16, num_warps=4, num_stages=4, programs=2)

@@ -1,0 +1,241 @@
+"""The device code of prefill_hopper.py, in Gluon: one program per multiprocessor, three kinds of warps in it.
+
+A producer warp fetches queries, keys and values by TMA into rings of shared memory. Two warpgroups of 128 threads have
+64 query rows each and share the keys and values. While the tensor cores multiply a group's scores of one block and its
+weights of the block before, the other group is in its softmax, and each group's own softmax of this block overlaps its
+product of the block before: the weights are kept in float32 until the next block's products start, which costs no
+registers (they are where the scores were) and no repacking.
+
+Barriers: `ready` counts the bytes of a copy, `free` the groups that no longer read a place. A wait names the parity of
+the phase that it waits for; "the phase before the first" passes at once, so the producer's first round never waits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from portable.backends.triton.prefill_hopper_load import GROUPS, ROWS, barriers, load_item, produce, rounds
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+VARYING = [
+    "total",
+    "left",
+    "right",
+    "table_row",
+    "q_step",
+    "k_step",
+    "k_page",
+    "v_step",
+    "v_page",
+    "lse_head",
+    "lse_token",
+]
+
+
+@gluon.jit
+def _softmax(s, most, total, block, low, high, scale, BLOCK_N: gl.constexpr, MASK: gl.constexpr, LEFT: gl.constexpr):
+    """Weights of a block's scores, and what the sums so far are multiplied by; all in powers of two."""
+    if MASK:
+        column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        seen = column <= (high - block * BLOCK_N)[:, None]
+        if LEFT:
+            seen = seen & (column >= (low - block * BLOCK_N)[:, None])
+        s = gl.where(seen, s, float("-inf"))
+    now = gl.maximum(most, gl.max(s, 1) * scale)
+    base = now
+    if MASK:
+        base = gl.where(now == float("-inf"), 0.0, now)
+    shrink = gl.exp2(most - base)
+    weights = gl.exp2(s * scale - base[:, None])
+    return weights, now, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _scores(q, keys, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    """q times the keys of a block, begun."""
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _product(weights, values, acc, SUMS: gl.constexpr):
+    """acc plus the weights of a block times its values, begun."""
+    p = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return warpgroup_mma(p, values, acc, is_async=True)
+
+
+@gluon.jit
+def _sweep(
+    begin, end, place, last, state, q, rings, ready, free, low, high, scale, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, MASK: gl.constexpr, LEFT: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Blocks `begin` to `end`, counted from the last one down: scores, beside the product of the block before."""
+    _, k_ring, v_ring = rings
+    _, k_ready, v_ready = ready
+    _, k_free, v_free = free
+    weights, acc, most, total = state
+    for block in range(begin, end):
+        k_stage, v_stage = (place + block) % STAGES, (place + block - 1) % STAGES
+        v_parity = ((place + block - 1) // STAGES) & 1
+        mbarrier.wait(k_ready.index(k_stage), ((place + block) // STAGES) & 1)
+        s = _scores(q, k_ring.index(k_stage), BLOCK_N, SCORES)
+        mbarrier.wait(v_ready.index(v_stage), v_parity)
+        acc = _product(weights, v_ring.index(v_stage), acc, SUMS)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_free.index(k_stage), count=1)
+        weights, most, total, shrink = _softmax(s, most, total, last - block, low, high, scale, BLOCK_N, MASK, LEFT)
+        # passes at once: without a branch here ptxas moves the wait for the product above the exponentials
+        mbarrier.wait(v_ready.index(v_stage), v_parity)
+        acc, total = warpgroup_mma_wait(0, deps=[acc, total])
+        mbarrier.arrive(v_free.index(v_stage), count=1)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    return weights, acc, most, total
+
+
+@gluon.jit
+def _consume(
+    rings, ready, free, out, lse, sinks, items, num_items, causal, left, right, scale, out_token, out_head, lse_head,
+    lse_token, GROUP: gl.constexpr, HEADS: gl.constexpr, PART: gl.constexpr, BLOCK_N: gl.constexpr,
+    V_WIDTH: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """A group of 64 query rows of each item."""
+    q_ring, k_ring, v_ring = rings
+    q_ready, k_ready, v_ready = ready
+    q_free, k_free, v_free = free
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_WIDTH, 16])
+    # 16 bytes of a row of values or of the output per thread
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_WIDTH, V_WIDTH // 8], [4, 1], [1, 0])
+    row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    line = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
+    q = q_ring.index(GROUP)
+    place = 0
+    item = load_item(items, 0, num_items, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT)
+    for i in range(rounds(num_items)):
+        head, q_row, rows, _, length, position, _, bound, last, blocks = item
+        item = load_item(items, i + 1, num_items, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT)
+        high = gl.minimum(position + row + bound, length - 1)
+        low = gl.maximum(position + row - left, 0)
+        # blocks that every row of the group sees whole need no mask: first those at the right edge do, then the left
+        first = position + GROUP * ROWS
+        whole = gl.maximum(gl.minimum(first + bound, length - 1) + 1, 0) // BLOCK_N
+        right_edge = gl.minimum(gl.maximum(last + 1 - whole, 1), blocks)
+        left_edge = blocks
+        if LEFT:
+            whole = gl.cdiv(gl.maximum(first + ROWS - 1 - left, 0), BLOCK_N)
+            left_edge = gl.maximum(gl.minimum(last + 1 - whole, blocks), right_edge)
+
+        acc = gl.zeros([ROWS, V_WIDTH], gl.float32, SUMS)
+        most = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+        stage, parity = place % STAGES, (place // STAGES) & 1
+        mbarrier.wait(q_ready.index(GROUP), i & 1)
+        mbarrier.wait(k_ready.index(stage), parity)
+        s = warpgroup_mma_wait(0, deps=[_scores(q, k_ring.index(stage), BLOCK_N, SCORES)])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        weights, most, total, _ = _softmax(s, most, total, last, low, high, scale, BLOCK_N, True, LEFT)
+        if (last + 1) * BLOCK_N > length:  # what is behind the request may be NaN, and 0 times NaN is NaN
+            mbarrier.wait(v_ready.index(stage), parity)
+            for piece in gl.static_range(BLOCK_N // 32):
+                values = v_ring.index(stage).slice(piece * 32, 32)
+                key = last * BLOCK_N + piece * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, LINES))
+                zeros = gl.zeros([32, V_WIDTH], v_ring.dtype, LINES)
+                values.store(gl.where((key < length)[:, None], values.load(LINES), zeros))
+            fence_async_shared()
+        state = (weights, acc, most, total)
+        state = _sweep(
+            1, right_edge, place, last, state, q, rings, ready, free, low, high, scale,
+            BLOCK_N, STAGES, True, LEFT, SCORES, SUMS,
+        )  # fmt: skip
+        state = _sweep(
+            right_edge, left_edge, place, last, state, q, rings, ready, free, low, high, scale,
+            BLOCK_N, STAGES, False, LEFT, SCORES, SUMS,
+        )  # fmt: skip
+        if LEFT:
+            state = _sweep(
+                left_edge, blocks, place, last, state, q, rings, ready, free, low, high, scale,
+                BLOCK_N, STAGES, True, LEFT, SCORES, SUMS,
+            )  # fmt: skip
+        weights, acc, most, total = state
+        mbarrier.arrive(q_free.index(GROUP), count=1)
+        place += blocks
+        stage = (place - 1) % STAGES
+        mbarrier.wait(v_ready.index(stage), ((place - 1) // STAGES) & 1)
+        acc = warpgroup_mma_wait(0, deps=[_product(weights, v_ring.index(stage), acc, SUMS)])
+        mbarrier.arrive(v_free.index(stage), count=1)
+
+        empty = high < low
+        if sinks is not None:
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+            now = gl.maximum(most, sink)
+            factor = gl.exp2(most - now)
+            total = total * factor + gl.exp2(sink - now)
+            most = now
+            factor = factor / total
+        else:
+            total = gl.where(empty, 1.0, total)
+            factor = 1.0 / total
+        factor = gl.where(empty, 0.0, factor)
+        if lse is not None:
+            logsum = (most + gl.log2(total)) * LN2
+            if sinks is None:
+                logsum = gl.where(empty, float("-inf"), logsum)
+            at = lse + head.to(gl.int64) * lse_head + (q_row + row).to(gl.int64) * lse_token
+            gl.store(at, logsum, mask=row < rows)
+        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+        result = gl.convert_layout(acc.to(v_ring.dtype), LINES)
+        column = gl.arange(0, V_WIDTH, layout=gl.SliceLayout(0, LINES))
+        at = out + (q_row + line).to(gl.int64)[:, None] * out_token + head.to(gl.int64) * out_head + column[None, :]
+        gl.store(at, result, mask=(line < rows)[:, None])
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def attend_kernel(
+    q, k, v, out, lse, sinks, items, total, causal, left, right, scale, table, table_row, q_head, q_step, k_head,
+    k_step, k_page, v_head, v_step, v_page, out_token, out_head, lse_head, lse_token, HEADS: gl.constexpr,
+    PART: gl.constexpr, RATIO: gl.constexpr, WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """`total` items: a head of a tile; that is 8 int32: first row of q, rows, first row of K and V (pages: 0), keys,
+    position of the first row among the keys, request. CAUSAL None: `causal` tells it for each request.
+
+    q, k and v are matrices of rows. The next head is `_head` columns and `_step` rows further, the next page `_page`.
+    """
+    dtype: gl.constexpr = q.dtype
+    q_ring = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, WIDTH], q.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, WIDTH], k.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_WIDTH], v.layout)
+    q_ready, q_free = barriers(GROUPS, 1, 1)
+    k_ready, k_free = barriers(STAGES, 1, GROUPS)
+    v_ready, v_free = barriers(STAGES, 1, GROUPS)
+    rings = (q_ring, k_ring, v_ring)
+    ready = (q_ready, k_ready, v_ready)
+    free = (q_free, k_free, v_free)
+    fence_async_shared()
+    # 2 * 128 threads of 240 registers and 128 of 24 are the 64512 that 384 threads of 168 have
+    gl.warp_specialize(
+        [
+            (_consume, (
+                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token, out_head,
+                lse_head, lse_token, 0, HEADS, PART, BLOCK_N, V_WIDTH, STAGES, CAUSAL, LEFT,
+            )),
+            (_consume, (
+                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token, out_head,
+                lse_head, lse_token, 1, HEADS, PART, BLOCK_N, V_WIDTH, STAGES, CAUSAL, LEFT,
+            )),
+            (produce, (
+                q, k, v, rings, ready, free, items, total, causal, left, right, table, table_row, q_head, q_step,
+                k_head, k_step, k_page, v_head, v_step, v_page, HEADS, PART, RATIO, BLOCK_N, STAGES, PAGE, CAUSAL, LEFT,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

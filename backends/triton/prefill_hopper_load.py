@@ -1,0 +1,135 @@
+"""What the programs of prefill_hopper_kernel.py work on, and the warp that fetches it: Gluon, see there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+GROUPS = gl.constexpr(2)  # of 128 threads
+ROWS = gl.constexpr(64)  # of q, in each group
+copy: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.6
+
+
+@gluon.jit
+def _item(i, total, HEADS: gl.constexpr, PART: gl.constexpr):
+    """Tile and head of the i-th item of this program.
+
+    PART heads after PART heads, so that what they read of K and V stays in the L2; within them the heaviest tile
+    first, and the order of the programs reversed in every other round, so that each gets as much.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    index = gl.minimum(i * programs + gl.where(i % 2 == 0, program, programs - 1 - program), total - 1)
+    if PART == HEADS:
+        return index // HEADS, index % HEADS
+    else:
+        of_part = total // (HEADS // PART)
+        rest = index % of_part
+        return rest // PART, index // of_part * PART + rest % PART
+
+
+@gluon.jit
+def rounds(total):
+    """The number of items of this program."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    full = total // programs
+    more = gl.where(full % 2 == 0, program, programs - 1 - program) < total % programs
+    return full + more.to(gl.int32)
+
+
+@gluon.jit
+def load_item(
+    items, i, total, causal, left, right, HEADS: gl.constexpr, PART: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """What is to be done, the last block of keys and the number of blocks; at least one, if only to be masked."""
+    tile, head = _item(i, total, HEADS, PART)
+    at = items + tile * 8
+    q_row = gl.load(at)
+    rows = gl.load(at + 1)
+    k_row = gl.load(at + 2)
+    length = gl.load(at + 3)
+    position = gl.load(at + 4)
+    request = gl.load(at + 5)
+    if CAUSAL is None:
+        right = gl.where(gl.load(causal + request) != 0, gl.minimum(right, 0), right)
+    elif CAUSAL:
+        right = gl.minimum(right, 0)
+    last = gl.maximum(gl.minimum(position + rows - 1 + right, length - 1), 0) // BLOCK_N
+    start = 0
+    if LEFT:
+        start = gl.minimum(gl.maximum(position - left, 0) // BLOCK_N, last)
+    return head, q_row, rows, k_row, length, position, request, right, last, last + 1 - start
+
+
+@gluon.jit
+def _fill(
+    place, desc, ring, ready, free, block, at, pages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr
+):
+    """Copy a block of keys or values to a place of the ring, once that is free; page by page where there are pages."""
+    stage = place % STAGES
+    parity = ((place // STAGES) & 1) ^ 1
+    row, column, page_rows = at
+    if PAGE is None:
+        mbarrier.wait(free.index(stage), parity)
+        mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
+        copy(desc, [row + block * BLOCK_N, column], ready.index(stage), ring.index(stage))
+    else:
+        PIECE: gl.constexpr = min(PAGE, BLOCK_N)
+        table, final = pages
+        rows = ()
+        for piece in gl.static_range(BLOCK_N // PIECE):  # all page ids are on their way before the wait
+            key = block * BLOCK_N + piece * PIECE
+            page = gl.load(table + gl.minimum(key // PAGE, final))
+            rows = rows + (row + page * page_rows + key % PAGE,)  # type: ignore[assignment]  # noqa: RUF005
+        mbarrier.wait(free.index(stage), parity)
+        mbarrier.expect(ready.index(stage), desc.block_type.nbytes * (BLOCK_N // PIECE))
+        for piece in gl.static_range(BLOCK_N // PIECE):
+            copy(desc, [rows[piece], column], ready.index(stage), ring.index(stage).slice(piece * PIECE, PIECE))
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr):
+    """`ready` and `free` of a ring of N places, and how many arrive at each."""
+    ready = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(N):
+        mbarrier.init(ready.index(place), count=READY)
+        mbarrier.init(free.index(place), count=FREE)
+    return ready, free
+
+
+@gluon.jit
+def produce(
+    q, k, v, rings, ready, free, items, total, causal, left, right, table, table_row, q_head, q_step, k_head,
+    k_step, k_page, v_head, v_step, v_page, HEADS: gl.constexpr, PART: gl.constexpr, RATIO: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: the keys one block ahead of the values, as they are used."""
+    q_ring, k_ring, v_ring = rings
+    q_ready, k_ready, v_ready = ready
+    q_free, k_free, v_free = free
+    place = 0
+    for i in range(rounds(total)):
+        head, q_row, _, k_row, length, _, request, _, last, blocks = load_item(
+            items, i, total, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT
+        )
+        kv_head = head // RATIO
+        k_at = (k_row + kv_head * k_step, kv_head * k_head, k_page)
+        v_at = (k_row + kv_head * v_step, kv_head * v_head, v_page)
+        pages = (table, 0)
+        if PAGE is not None:
+            pages = (table + request.to(gl.int64) * table_row, gl.maximum(length - 1, 0) // PAGE)
+        _fill(place, k, k_ring, k_ready, k_free, last, k_at, pages, BLOCK_N, STAGES, PAGE)
+        for group in gl.static_range(GROUPS):
+            mbarrier.wait(q_free.index(group), (i & 1) ^ 1)
+            mbarrier.expect(q_ready.index(group), q.block_type.nbytes)
+            copy(q, [q_row + head * q_step + group * ROWS, head * q_head], q_ready.index(group), q_ring.index(group))
+        for block in range(1, blocks):
+            now = last - block
+            _fill(place + block, k, k_ring, k_ready, k_free, now, k_at, pages, BLOCK_N, STAGES, PAGE)
+            _fill(place + block - 1, v, v_ring, v_ready, v_free, now + 1, v_at, pages, BLOCK_N, STAGES, PAGE)
+        place += blocks
+        _fill(place - 1, v, v_ring, v_ready, v_free, last + 1 - blocks, v_at, pages, BLOCK_N, STAGES, PAGE)

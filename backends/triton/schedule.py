@@ -1,0 +1,242 @@
+"""The work of a paged kernel, cut into items of similar size on the device: one kernel per step, nothing read back.
+
+A tile is `BLOCK_M` rows of a request, a row one of its (query token, query head of a KV head) pairs; its keys are
+blocks of `BLOCK_N`. A request whose tiles have more than `size` blocks is split along the keys into equal items.
+`size` follows from the total number of blocks: one item for each program that the device runs at once where that
+gives short items, and more, so that ragged batches balance, where it gives long ones. Items are listed by their size,
+the longest first, which is what keeps a batch from ending in one long item. The launch has room for the most items
+that there can be, which depends on the number of requests and tokens alone:
+items <= tiles + blocks / size <= tiles + most wanted. Programs without an item end at once.
+
+Every program of the kernel lists the items of one request. It finds their places by looking at all requests, which
+costs less than a second kernel that would tell it: 256 requests are one vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from portable.backends.triton.launch import launch
+from portable.kernel import Segment
+
+FIELDS = 8  # int32 of an item and of a merge: 32 bytes, one sector
+VECTOR = 256
+OPEN = 1 << 30  # a window without a bound
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What `schedule` leaves on the device, and how many there can be."""
+
+    items: torch.Tensor  # [items, 8] i32: first query token, queries, context, request, tile, first key, last + 1, slot
+    merges: torch.Tensor  # [merges, 8] i32: first query token, queries, tile, parts, first slot
+    counts: torch.Tensor  # [8] i32: items and merges that are there
+    slots: int  # room for that many partial tiles; 0 where nothing is split
+
+
+@triton.jit
+def _keys(first, last, context, seq_len, bound, left):
+    """The keys [low, high) that query tokens `first` to `last` of a request see."""
+    low = tl.maximum(context + first - left, 0)
+    high = tl.minimum(seq_len, context + last + 1 + bound)
+    return low, high
+
+
+@triton.jit
+def _extent(
+    cu_seqlens_q,
+    seq_lens,
+    causal,
+    request,
+    live,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Of a request: its first query token, queries, context, keys, bound, tiles, and the most blocks of a tile."""
+    start = tl.load(cu_seqlens_q + request, mask=live, other=0)
+    queries = tl.load(cu_seqlens_q + request + 1, mask=live, other=0) - start
+    seq_len = tl.load(seq_lens + request, mask=live, other=0)
+    context = seq_len - queries
+    bound = right
+    if CAUSAL is None:
+        bound = tl.where(tl.load(causal + request, mask=live, other=0) != 0, 0, right)
+    tiles = tl.cdiv(queries * GROUP, BLOCK_M)
+    low, high = _keys(0, queries - 1, context, seq_len, bound, left)
+    blocks = tl.maximum(tl.cdiv(high, BLOCK_N) - low // BLOCK_N, 0)
+    # of many tiles, none has more than its own tokens and both sides of the window: one block more than fits
+    tokens: tl.constexpr = (BLOCK_M - 1) // GROUP + 2
+    most = tl.where((left < 1 << 29) & (bound < 1 << 29), (tokens + left + bound) // BLOCK_N + 2, 1 << 30)
+    return start, queries, context, seq_len, bound, tiles, tl.minimum(blocks, most)
+
+
+@triton.jit(do_not_specialize=["requests", "left", "right", "least", "enough", "once", "wanted"])
+def schedule_kernel(
+    cu_seqlens_q,
+    seq_lens,
+    causal,
+    items,
+    merges,
+    counts,
+    requests,
+    left,
+    right,
+    least,
+    enough,
+    once,
+    wanted,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,  # None: a tensor says it for each request
+    VECTOR: tl.constexpr,
+):
+    request = tl.program_id(0)
+    each = tl.arange(0, VECTOR)
+
+    total = tl.zeros([VECTOR], tl.int64)
+    for first in range(0, requests, VECTOR):
+        other = first + each
+        _, _, _, _, _, tiles, blocks = _extent(
+            cu_seqlens_q, seq_lens, causal, other, other < requests, left, right, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+        )
+        total += tiles.to(tl.int64) * blocks
+    blocks = tl.sum(total)
+    size = tl.minimum((blocks + once - 1) // once, enough)
+    size = tl.maximum(tl.maximum(size, (blocks + wanted - 1) // wanted), least).to(tl.int32)
+
+    start, queries, context, seq_len, bound, tiles, blocks = _extent(
+        cu_seqlens_q, seq_lens, causal, request, request < requests, left, right, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+    )
+    parts = tl.maximum(tl.cdiv(blocks, size), 1)
+    blocks = tl.maximum(tl.cdiv(blocks, parts), 1)
+
+    item_place = tl.zeros([VECTOR], tl.int32)  # items of the requests that come before ours
+    slot_place = tl.zeros([VECTOR], tl.int32)
+    merge_place = tl.zeros([VECTOR], tl.int32)
+    all_items = tl.zeros([VECTOR], tl.int32)
+    all_merges = tl.zeros([VECTOR], tl.int32)
+    for first in range(0, requests, VECTOR):
+        other = first + each
+        _, _, _, _, _, other_tiles, other_blocks = _extent(
+            cu_seqlens_q, seq_lens, causal, other, other < requests, left, right, GROUP, BLOCK_M, BLOCK_N, CAUSAL
+        )
+        other_parts = tl.maximum(tl.cdiv(other_blocks, size), 1)
+        other_blocks = tl.maximum(tl.cdiv(other_blocks, other_parts), 1)
+        before = other < request
+        split = other_parts > 1
+        ahead = (other_blocks > blocks) | ((other_blocks == blocks) & before)
+        item_place += tl.where(ahead, other_parts * other_tiles, 0)
+        slot_place += tl.where(before & split, other_parts * other_tiles, 0)
+        merge_place += tl.where(before & split, other_tiles, 0)
+        all_items += other_parts * other_tiles
+        all_merges += tl.where(split, other_tiles, 0)
+    item_first, slot_first, merge_first = tl.sum(item_place), tl.sum(slot_place), tl.sum(merge_place)
+    if request == 0:
+        tl.store(counts, tl.sum(all_items))
+        tl.store(counts + 1, tl.sum(all_merges))
+
+    for first in range(0, tiles * parts, VECTOR):
+        index = first + each
+        live = index < tiles * parts
+        part = index // tiles
+        tile = index - part * tiles
+        first_token = tile * BLOCK_M // GROUP
+        last_token = tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, queries - 1)
+        low, high = _keys(first_token, last_token, context, seq_len, bound, left)
+        block = low // BLOCK_N
+        of_tile = tl.maximum(tl.cdiv(tl.maximum(tl.cdiv(high, BLOCK_N) - block, 0), blocks), 1)
+        low = tl.maximum(low, (block + part * blocks) * BLOCK_N)
+        high = tl.minimum(high, (block + (part + 1) * blocks) * BLOCK_N)
+        place = items + (item_first + index) * 8
+        tl.store(place, start, mask=live)
+        tl.store(place + 1, tl.where(part < of_tile, queries, 0), mask=live)
+        tl.store(place + 2, context, mask=live)
+        tl.store(place + 3, request, mask=live)
+        tl.store(place + 4, tile, mask=live)
+        tl.store(place + 5, low, mask=live)
+        tl.store(place + 6, high, mask=live)
+        tl.store(place + 7, tl.where(of_tile > 1, slot_first + tile * parts + part, -1), mask=live)
+        place = merges + (merge_first + tile) * 8
+        live = live & (part == 0) & (parts > 1)
+        tl.store(place, start, mask=live)
+        tl.store(place + 1, queries, mask=live)
+        tl.store(place + 2, tile, mask=live)
+        tl.store(place + 3, tl.where(of_tile > 1, of_tile, 0), mask=live)
+        tl.store(place + 4, slot_first + tile * parts, mask=live)
+
+
+def schedule(
+    segment: Segment,
+    window: tuple[int | None, int | None],
+    group: int,
+    block_m: int,
+    block_n: int,
+    *,
+    enough: int,
+    once: int,
+    wanted: int,
+    fixed: bool = False,
+) -> Schedule:
+    """List the items of a segment over pages.
+
+    Args:
+        enough: blocks of an item that is long enough for the work around it.
+        once: items that the device runs at the same time.
+        wanted: the most items that splits should make.
+        fixed: items have `enough` blocks, whatever else is in the batch.
+    """
+    assert segment.block_table is not None
+    requests, tokens = len(segment.seq_lens), segment.tokens.stop - segment.tokens.start
+    tiles = min(requests * triton.cdiv(segment.max_query_len * group, block_m), requests + tokens * group // block_m)
+    left, right = (OPEN if side is None else min(side, OPEN) for side in window)
+    causal = segment.causal
+    if causal is True:
+        right = 0
+    # the table's width and the window bound the blocks of a tile, in every step that is captured with this one
+    blocks = triton.cdiv(segment.block_table.shape[1] * segment.page_size, block_n)
+    if left != OPEN and right != OPEN:
+        blocks = min(blocks, ((block_m - 1) // group + 2 + left + right) // block_n + 2)
+    # short tiles that fill half of the device are done sooner than a second kernel starts
+    alone = blocks <= enough and 2 * tiles >= once and not fixed
+    least = enough if fixed else blocks if alone else 1
+    more = triton.cdiv(tiles * blocks, least)
+    more = more if fixed else min(wanted, more)
+    splits = blocks > least
+    num_items = tiles + more if splits else tiles
+    num_merges = min(tiles, more) if splits else 0
+    memory = torch.empty((num_items + num_merges + 1, FIELDS), dtype=torch.int32, device=segment.seq_lens.device)
+    made = Schedule(memory[:num_items], memory[num_items:-1], memory[-1], min(num_items, 2 * more) if splits else 0)
+    if not requests:
+        return made
+    launch(
+        schedule_kernel,
+        (requests,),
+        segment.cu_seqlens_q,
+        segment.seq_lens,
+        None if isinstance(causal, bool) else causal,
+        memory,
+        memory[num_items:],
+        made.counts,
+        requests,
+        left,
+        right,
+        least,
+        max(enough, least),
+        once,
+        more,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        CAUSAL=causal if isinstance(causal, bool) else None,
+        VECTOR=VECTOR,
+        num_warps=4,
+    )
+    return made

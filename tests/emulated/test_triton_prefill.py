@@ -1,0 +1,96 @@
+"""What the contract's short requests do not show of the prefill kernel: several tiles, lengths on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import contract
+import inputs
+import numpy as np
+import pytest
+import torch
+from cells import Case
+
+from portable.kernel import Op
+from portable.layer import Layer
+from portable.platform.emulated import activate
+from portable.platform.emulated.driver import DEVICES
+
+pytest.importorskip("triton")
+
+from portable.backends.triton import prefill
+
+CONTIGUOUS, PAGED = prefill.KERNELS
+# tiles that end in the middle of a token's heads, whole blocks of keys before the diagonal, rows without keys
+LENS = ((75, 190), (0, 3), (100, 40), (16, 16))
+
+
+@pytest.fixture(params=DEVICES)
+def arch(request: pytest.FixtureRequest) -> Iterator[str]:
+    with activate(request.param):
+        yield request.param
+
+
+def case(op: Op, page_size: int | None = None, causal: bool | tuple[bool, ...] = True, **facts: Any) -> Case:
+    layer = Layer.gqa(**{"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, **facts})
+    return Case(op=op, layer=layer, lens=LENS, page_size=page_size, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"causal": (True, False, True, False)},
+        {"causal": False, "sinks": True, "v_head_dim": 48},
+        {"window": (70, 0)},
+        {"window": (40, 9), "causal": False, "dtype": torch.float16},
+        {"window": (5, None), "causal": (False, True, False, True), "sinks": True},
+    ],
+    ids=str,
+)
+def test_requests_of_several_tiles(arch: str, facts: dict[str, Any]) -> None:
+    contract.check(CONTIGUOUS, case(Op.PREFILL, **facts))
+
+
+@pytest.mark.parametrize("page_size", [5, 16, 64])
+@pytest.mark.parametrize("window", [(None, None), (70, 0)])
+def test_chunks_over_pages(arch: str, page_size: int, window: tuple[int | None, int | None]) -> None:
+    contract.check(PAGED, case(Op.PAGED, page_size, window=window))
+
+
+def test_a_native_and_a_foreign_fp8_cache(arch: str) -> None:
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2):
+        contract.check(PAGED, replace(case(Op.PAGED, 64, kv_dtype=kv_dtype), scales="head"))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_lengths_that_only_the_device_knows(arch: str, page_size: int | None) -> None:
+    """The host's lengths are bounds, the tiles are found by the programs, and there are more programs than tiles."""
+    kernel = CONTIGUOUS if page_size is None else PAGED
+    asked = case(kernel.caps.op, page_size, window=(90, 0))
+    made = inputs.build(kernel, asked, "cpu")
+    segment = replace(made.segment, exact=False, host_seq_lens=made.segment.host_seq_lens + np.int32(7))
+    segment = replace(segment, prepared=prefill.prepare(segment, asked.layer))
+    assert segment.prepared.order is None
+    want, want_lse = contract.expected(asked, made)
+    out, lse = torch.full(want.shape, torch.nan, dtype=torch.bfloat16), torch.full(want_lse.shape, torch.nan)
+    kernel.run(made.q, made.kv, segment, asked.layer, made.tensors, out, lse)
+    assert contract.error(out, want, contract.size_of(asked, made)) <= 1e-2
+    assert contract.error(lse, want_lse) <= 1e-2
+
+
+def test_tokens_that_are_far_apart(arch: str) -> None:
+    """Strides of more elements than the compiler is told to expect, as of pages with a token of every page in turn."""
+    asked = case(Op.PAGED, 16, num_heads=1, num_kv_heads=1)
+    made = inputs.build(PAGED, asked, "cpu")
+    apart = []
+    for pages in made.kv:
+        assert pages is not None
+        memory = torch.empty(1 << 26, dtype=pages.dtype)
+        view = memory.as_strided(pages.shape, (pages.shape[-1], 1 << 22, 0, 1))
+        apart.append(view.copy_(pages))
+    out, want = torch.empty_like(made.q), contract.expected(asked, made)[0]
+    PAGED.run(made.q, type(made.kv)(*apart), made.segment, asked.layer, made.tensors, out, None)
+    assert contract.error(out, want, contract.size_of(asked, made)) <= 1e-2

@@ -1,0 +1,165 @@
+"""The attention benchmark, as far as a CPU carries it: shapes, timing, the check of outputs, the table, the staging."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "ci"))
+
+from benchmarks import stage, subjects, table, workloads  # noqa: E402
+from benchmarks.problem import Pool, build, rotations  # noqa: E402
+from benchmarks.run import gathered, main  # noqa: E402
+from benchmarks.timing import Broken, Job, Measure, contest  # noqa: E402
+from measured_table import measured  # noqa: E402
+
+from portable.kernel import Op  # noqa: E402
+
+WORKS = {work.name: work for section in workloads.SECTIONS.values() for work in section()}
+MIB = 1 << 20
+
+
+def test_the_grid_holds_the_points_of_128_mib_and_more():
+    grid = [work for name, work in WORKS.items() if name.startswith(("D1", "D2", "D3"))]
+    small = {work.name for work in grid if work.kv_bytes < 128 * MIB}
+    assert small == {f"D1 1x{size}k page {page}" for size in (1, 8) for page in (16, 64)}
+
+
+def test_the_ragged_draws_are_those_of_the_record():
+    assert [sum(WORKS[f"{kind} 64 page 16"].seq_lens) for kind in ("ragged", "equal")] == [394241] * 2
+    assert [sum(WORKS[f"{kind} 256 page 16"].seq_lens) for kind in ("ragged", "equal")] == [358171] * 2
+    assert WORKS["ragged 64 page 16"].seq_lens[:3] == (19418, 5753, 8977)
+
+
+def test_bytes_and_flops_count_what_is_seen():
+    assert WORKS["sinks, window 128 page 16"].kv_bytes == 16 * MIB
+    assert WORKS["fp8 64x8k page 64"].kv_bytes * 2 == WORKS["bf16 64x8k page 64"].kv_bytes == 64 * 8192 * 4096
+    assert WORKS["P1a 1x8192"].flops == pytest.approx(4 * 32 * 128 * 8192 * 8193 / 2)
+    assert WORKS["D1 8x8k page 16"].flops == 4 * 32 * 128 * 8 * 8192
+
+
+@pytest.mark.parametrize("name", ["D1 8x8k page 16", "D3 64x8k page 16", "fp8 64x8k page 64", "P1c mixed 16"])
+@pytest.mark.parametrize("wrong", [0.0, 0.1])
+def test_outputs_are_held_against_float64(name, wrong):
+    problem = build_small(WORKS[name])
+    (kernel,) = subjects.kernels("reference", Op.PAGED if problem.work.page_size else Op.PREFILL, {})
+    calls = subjects.calls(problem, kernel)
+    out = problem.rotations[0].out
+
+    def first():
+        calls[0]()
+        out.mul_(1 + wrong)
+
+    found = contest([Job("it", lambda: [first, *calls[1:]], [out], problem.error, 1.5e-2)], 0.1, 0.0, lambda _: True)
+    assert found["it"].ok == (wrong == 0) and found["it"].us > 0
+
+
+@pytest.mark.parametrize("name", ["sinks, window 128 page 16", "verify 4 page 64", "D5 60 decodes, 4 prefills page 16"])
+def test_the_reference_knows_windows_sinks_and_causality(name):
+    problem = build_small(WORKS[name])
+    (kernel,) = subjects.kernels("reference", Op.PAGED, {})
+    for call in (subjects.calls(problem, kernel)[0], subjects.planned_calls(problem, [kernel])[0]):
+        problem.rotations[0].out.fill_(math.nan)
+        call()
+        assert problem.error() < 1e-2
+    left_out = replace(
+        problem, work=replace(problem.work, layer=replace(problem.work.layer, sinks=False, window=(2, 0)))
+    )
+    subjects.calls(left_out, kernel)[0]()
+    assert problem.error() > 3e-2
+
+
+def build_small(work):
+    small = workloads.shrunk(work)
+    return build(small, Pool(torch.device("cpu"), [small]))
+
+
+def test_rotations_touch_other_pages():
+    problem = build_small(WORKS["D1 1x1k page 16"])
+    assert rotations(problem.work) == len(problem.rotations) == 32
+    tables = torch.cat([turn.block_table for turn in problem.rotations])
+    assert len(tables.unique()) == tables.numel()
+
+
+def test_who_fails_or_is_refused_leaves_the_others():
+    out = torch.zeros(4)
+    fill = [lambda: out.fill_(1.0)]
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def refuse():
+        raise ValueError("head_dim 3 is not a multiple of 8")
+
+    error = lambda _: float((out - 1).abs().sum())  # noqa: E731
+    jobs = [
+        Job("bad", refuse, [out], error, 1e-3),
+        Job("absent", lambda: None, [out], error, 1e-3),
+        Job("unwanted", lambda: fill, [out], error, 1e-3),
+        Job("lazy", lambda: [lambda: None], [out], error, 1e-3),
+        Job("good", lambda: fill, [out], error, 1e-3),
+    ]
+    found = contest(jobs, 0.1, 0.0, lambda name: name != "unwanted")
+    assert set(found) == {"bad", "lazy", "good"}
+    assert found["good"].ok and found["bad"].failed.startswith("ValueError: head_dim 3")
+    assert not found["lazy"].ok and math.isnan(found["lazy"].error)  # what was poisoned and not written is seen
+    with pytest.raises(Broken):
+        contest([Job("lost", lost, [out], error, 1e-3)], 0.1, 0.0, lambda _: True)
+
+
+def timed(us, ok=True):
+    return asdict(Measure(us=us, ok=ok, error=0.0))
+
+
+def test_every_goal_is_computed_from_rows_that_exist():
+    names = {*WORKS, "merge", "cache write page 16", "cache write page 64"}
+    who = ("portable a", "fa3", "fa3 fp8 q", "copy")
+    rows = {name: {"contestants": {each: timed(100.0) for each in who}} for name in names}
+    result = gathered([{"rows": rows}], ["D1 1x1k page 16|vllm unified", "load|fa3"])
+    assert result["absent"] == {"load|fa3": "the process died or hung"}
+    assert result["rows"]["D1 1x1k page 16"]["contestants"]["vllm unified"]["failed"]
+    assert [found.value for _, found in table.rows(result)] == [
+        100.0 if goal.unit == "us" else 1.0 for goal in table.GOALS
+    ]
+
+
+def test_a_row_takes_the_slowest_point_and_no_wrong_output():
+    rows = {
+        "D2 1x32k page 16": {"contestants": {"portable a": timed(50.0), "fa3": timed(50.0)}},
+        "D2 64x1k page 16": {
+            "contestants": {"portable a": timed(100.0), "portable b": timed(9.0, ok=False), "fa3": timed(94.6)}
+        },
+    }
+    text = table.markdown(gathered([{"rows": rows}], []))
+    assert "| D2 decode 64/8 d128 | 100 us at D2 64x1k | 94.6 us (fa3) | 0.95x | 0.95x | 1x | reached |" in text
+
+
+def test_committed_results_become_the_table():
+    assert measured(ROOT / "ci" / "results").count("One NVIDIA") == len(
+        list((ROOT / "ci" / "results").glob("attention-*"))
+    )
+
+
+def test_the_run_on_a_cpu(tmp_path, capfd):
+    out = tmp_path / "result.json"
+    options = ["--device", "cpu", "--shrink", "--provider", "reference", "--budget", "0.1", "--out", str(out)]
+    assert main(["--only", "prefill,sinks,merge", "--rows", "P1a|sinks.*16", *options]) == 0
+    result = json.loads(out.read_text())
+    assert set(result["rows"]) == {"P1a 1x8192", "sinks, window 128 page 16", "merge"}
+    assert all(found["ok"] for row in result["rows"].values() for found in row["contestants"].values())
+    assert result["rows"]["P1a 1x8192"]["selected"] == "portable reference.prefill"
+    assert "merge 8192x32x128 beside a copy" in capfd.readouterr().out
+
+
+def test_staged_files_lose_what_only_amd_takes(tmp_path):
+    text = 'return {\n    "TILE_SIZE": 64,\n    "waves_per_eu": 2,\n    "num_stages": 1,\n}\n'
+    stage.put(tmp_path, tmp_path / "site", f"{stage.AITER}/unified_attention.py", text.encode())
+    stage.put(tmp_path, tmp_path / "site", stage.FA3, b"library")
+    written = (tmp_path / "site" / stage.AITER / "unified_attention.py").read_text()
+    assert written == 'return {\n    "TILE_SIZE": 64,\n    "num_stages": 1,\n}\n'
+    assert (tmp_path / "fa3.so.xz").exists() and not (tmp_path / "site" / stage.FA3).exists()

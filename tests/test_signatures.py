@@ -1,0 +1,120 @@
+"""Every keyword that an adapter passes is one that the vendor's function takes, and none that it wants is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from signatures import RELEASES, Away, Release, Sources, sources
+
+from portable.attention import load_kernels
+from portable.backends.adapter import Adapter, Convention
+from portable.backends.convention import why_not_called
+from portable.kernel import Kernel
+
+# Of these, no release is on the registry, or only one that is too large to fetch: stand-ins have their signatures.
+ELSEWHERE = frozenset({"flash_attn_3", "flash_mla", "vllm"})
+
+
+def convention_of(kernel: Kernel) -> Convention | None:
+    """How the vendor's function behind a kernel is called; None for a kernel of ours."""
+    owner = getattr(kernel.run, "__self__", None)
+    adapter = owner if isinstance(owner, Adapter) else getattr(owner, "adapter", None)
+    return adapter.convention if isinstance(adapter, Adapter) else None
+
+
+def adapted() -> list[tuple[Kernel, Convention]]:
+    return [(kernel, found) for kernel in load_kernels() if (found := convention_of(kernel)) is not None]
+
+
+def is_for(kernel: Kernel, release: Release) -> bool:
+    """Whether a kernel accepts a release; "name[build]" is a build of the package "name"."""
+    return any(
+        name.partition("[")[0] == release.package and SpecifierSet(versions).contains(release.version, prereleases=True)
+        for name, versions in kernel.caps.requires
+    )
+
+
+def drift(found: Sources, convention: Convention) -> str | None:
+    """What keeps a release's function from being called as the convention says."""
+    function = found.signature(convention.module, convention.function)
+    return "is not there" if function is None else why_not_called(function, convention.keywords)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_every_keyword_exists_in_the_release(release: Release) -> None:
+    try:
+        found = sources(release)
+    except Away as error:
+        pytest.skip(f"the registry is away: {error}")
+    checked, wrong = 0, []
+    for kernel, convention in adapted():
+        if is_for(kernel, release):
+            checked += 1
+            if reason := drift(found, convention):
+                wrong.append(f"{kernel.name}: {convention.module}.{convention.function} {reason}")
+    assert not wrong, "\n".join(wrong)
+    assert checked, f"no kernel is for {release}"
+
+
+def test_every_adapter_is_for_a_release_that_is_checked_or_is_known_not_to_be() -> None:
+    for kernel, convention in adapted():
+        packages = {name.partition("[")[0] for name, _ in kernel.caps.requires}
+        known = {release.package for release in RELEASES} | ELSEWHERE | {"torch"}
+        assert packages & known, f"{kernel.name} calls {convention.module}, whose signatures nothing checks"
+
+
+def test_torch_here_takes_what_it_is_given() -> None:
+    found = [(kernel, convention) for kernel, convention in adapted() if is_torch(kernel)]
+    assert {convention.function.partition(".")[0] for _, convention in found} >= {"ops", "varlen_attn"}
+    for kernel, convention in found:
+        if all(
+            SpecifierSet(versions).contains(torch.__version__, prereleases=True) for _, versions in kernel.caps.requires
+        ):
+            assert Adapter(convention).bind()
+
+
+def is_torch(kernel: Kernel) -> bool:
+    return any(name == "torch" for name, _ in kernel.caps.requires)
+
+
+# The reading itself, on a package made for it.
+
+PACKAGE = Sources(
+    {
+        "lib/__init__.py": "from .inner import *\nfrom lib.other import f as renamed\nif X: from .deep import late",
+        "lib/inner.py": "try:\n    def f(q, k, /, v, scale=None, *rest, causal, window=(-1, -1)): ...\nexcept X: pass",
+        "lib/other.py": "def f(a, **options): ...",
+        "lib/deep/__init__.py": "from ..deep.end import late",
+        "lib/deep/end.py": "@decorated\ndef late(x): ...",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "reason"),
+    [
+        ("f", ("v", "causal"), None),
+        ("f", ("v", "causal", "window"), None),
+        ("f", ("v",), "wants 'causal'"),
+        ("f", ("v", "causal", "softcap"), "takes no 'softcap'"),
+        ("renamed", ("a", "softcap"), None),
+        ("inner.f", ("causal",), "wants 'v'"),
+        ("late", (), "wants 'x'"),
+        ("absent", (), "is not there"),
+    ],
+)
+def test_a_signature_is_read_without_an_import(name: str, keywords: tuple[str, ...], reason: str | None) -> None:
+    convention = Convention(module="lib", function=name, names={}, fixed=dict.fromkeys(keywords))
+    assert drift(PACKAGE, convention) == reason
+
+
+def test_a_drift_is_named() -> None:
+    def next_release(query: object, key: object, value: object, *, soft_cap: float = 0.0) -> None: ...
+
+    wants: Callable[..., Any] = next_release
+    assert why_not_called(wants, ("query", "key", "value", "softcap")) == "takes no 'softcap'"

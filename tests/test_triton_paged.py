@@ -1,0 +1,129 @@
+"""What the paged Triton kernel declares, and that planning and running it read nothing from the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cells
+import numpy as np
+import pytest
+import torch
+
+import portable
+from portable.kernel import FEATURES, KV, Needs, Segment
+from portable.layer import Layer, LayerTensors
+
+pytest.importorskip("triton")
+
+from portable.backends.triton import paged, paged_tiles
+from portable.backends.triton.launch import recorded
+
+(KERNEL,) = paged.KERNELS
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm80", "sm90")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def segment(queries, keys, width=64, page_size=16, causal=True) -> Segment:
+    """Meta tensors have no values: whatever reads one fails."""
+    queries, keys = np.array(queries, dtype=np.int32), np.array(keys, dtype=np.int32)
+    return Segment(
+        kernel=KERNEL,
+        requests=slice(0, len(keys)),
+        tokens=slice(0, int(queries.sum())),
+        cu_seqlens_q=meta(len(keys) + 1),
+        seq_lens=meta(len(keys)),
+        block_table=meta(len(keys), width),
+        page_size=page_size,
+        causal=causal if isinstance(causal, bool) else meta(len(keys), dtype=torch.bool),
+        max_query_len=int(queries.max()),
+        max_seq_len=int(keys.max()),
+        host_query_lens=queries,
+        host_seq_lens=keys,
+    )
+
+
+def launches(arch: str, layer: Layer, made: Segment):
+    """What a step of one layer launches."""
+    tokens, pages = made.tokens.stop, 100
+    kv = (layer.num_kv_heads, layer.qk_head_dim), (layer.num_kv_heads, layer.v_head_dim)
+    with recorded(portable.describe(arch)) as calls:
+        made = replace(made, prepared=KERNEL.prepare(made, layer))
+        KERNEL.run(
+            meta(tokens, layer.num_heads, layer.qk_head_dim, dtype=layer.dtype),
+            KV(*(meta(pages, made.page_size, *shape, dtype=layer.kv_dtype) for shape in kv)),
+            made,
+            layer,
+            LayerTensors(),
+            meta(tokens, layer.num_heads, layer.v_head_dim, dtype=layer.dtype),
+            meta(layer.num_heads, tokens, dtype=torch.float32),
+        )
+    return calls
+
+
+LAYERS = {
+    "gqa": Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128),
+    "window": Layer.gqa(num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True),
+    "fp8": Layer.gqa(num_heads=8, num_kv_heads=1, head_dim=192, v_head_dim=128, kv_dtype=torch.float8_e4m3fn),
+    "invariant": Layer.gqa(num_heads=8, num_kv_heads=8, head_dim=80, batch_invariant=True),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_launched_depends_on_no_length(arch, layer):
+    """Of two steps with the same requests, tokens and table, one can be captured and the other replayed."""
+    some, others = (
+        [(call.grid, call.kernel.options) for call in launches(arch, layer, segment([2] * 12, keys))]
+        for keys in ([1000] * 12, [2] * 6 + [17] * 6)
+    )
+    assert some == others
+
+
+@pytest.mark.parametrize("causal", [True, False, "mixed"])
+def test_a_mixed_batch_is_planned_without_a_value(causal):
+    made = segment([300, 1, 1, 0], [900, 5, 1000, 0], width=512, causal=causal)
+    names = [call.kernel.kernel.__name__ for call in launches("gfx942", LAYERS["gqa"], made)]
+    assert names == ["schedule_kernel", "attend_kernel", "combine_kernel"]
+
+
+def test_tiles_that_nothing_can_split_need_one_kernel():
+    full = launches("sm90", LAYERS["window"], segment([1] * 64, [8192] * 64, width=512))
+    assert [call.kernel.kernel.__name__ for call in full] == ["schedule_kernel", "attend_kernel"]
+    short = launches("sm90", LAYERS["gqa"], segment([1], [30], width=2))
+    assert len(short) == 2
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_tile_has_keys_in_multiples_of_16_and_fits_the_device(arch):
+    target = portable.describe(arch)
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (16, 64, 80, 128, 192, 256):
+            layer = Layer.gqa(num_heads=32, num_kv_heads=4, head_dim=dim, dtype=dtype)
+            for block_m in (16, 32, 64, 128):
+                tile = paged_tiles.tile_of(target, layer, block_m)
+                assert tile.block_n % 16 == 0
+                # a stage of K and V in shared memory for each that is in flight
+                stages = tile.num_stages - (target.vendor == "nvidia")
+                pad = 1 << (dim - 1).bit_length()
+                assert tile.block_n * 2 * pad * dtype.itemsize * max(stages, 1) <= target.shared_memory
+
+
+def test_it_declares_every_feature_and_refuses_what_it_cannot():
+    assert KERNEL.caps.features == FEATURES
+    target = portable.describe("gfx942")
+    assert not KERNEL.why_not(target, LAYERS["fp8"], Needs(page_size=48, query_len=4, lse=True))
+    for dim, served in ((24, True), (9, False), (264, False)):
+        reasons = KERNEL.why_not(target, Layer.gqa(num_heads=4, head_dim=dim), Needs(page_size=16))
+        assert not reasons if served else f"head_dim {dim}" in reasons[0]
+
+
+def test_the_contract_has_cases_for_every_kind_of_number_and_page():
+    found = list(cells.cases(KERNEL, portable.detect("emulated:gfx942")))
+    assert len(found) <= 42
+    assert {case.layer.dtype for case in found} == {torch.float32, torch.float16, torch.bfloat16}
+    assert {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2} <= {case.layer.kv_dtype for case in found}
+    assert {case.page_size for case in found} == {1, 3, 16, 64, 256}
+    assert {case.layer.qk_head_dim for case in found} >= {16, 32, 64, 80, 128, 192, 256}

@@ -1,0 +1,160 @@
+"""Hopper's prefill: what its tensor maps address, the work list, what is compiled; on an sm90 the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cells
+import contract
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import segment
+
+triton = pytest.importorskip("triton")
+
+import portable  # noqa: E402
+from portable.backends.triton import prefill_hopper as hopper  # noqa: E402
+from portable.backends.triton.launch import recorded  # noqa: E402
+from portable.kernel import Op  # noqa: E402
+from portable.layer import Layer  # noqa: E402
+from portable.platform.detect import describe  # noqa: E402
+from portable.sets import ANY_SIZE  # noqa: E402
+
+pytestmark = pytest.mark.skipif(hopper.device is None, reason="this Triton has no Gluon")
+LAYER = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def views():
+    """[tokens, heads, width] and [pages, page size, heads, width], as caches are laid out."""
+    x = torch.arange(3 * 16 * 4 * 136, dtype=torch.int32).to(torch.bfloat16)
+    yield "packed", x[: 48 * 4 * 64].view(48, 4, 64), False
+    yield "gaps", x.view(48, 4, 136)[:, 1:3, 8:72], False
+    yield "heads first", x[: 48 * 4 * 64].view(4, 48, 64).transpose(0, 1), False
+    yield "heads first with gaps", x.view(4, 48, 136)[:, :40, :128].transpose(0, 1), False
+    yield "pages", x[: 48 * 4 * 64].view(3, 16, 4, 64), True
+    yield "pages by heads", x[: 48 * 4 * 64].view(3, 4, 16, 64).transpose(1, 2), True
+    yield "K and V side by side", x[: 48 * 4 * 128].view(3, 16, 4, 128)[..., 64:], True
+    yield "one of two layers' pages", x[: 48 * 4 * 128].view(3, 2, 16, 4, 64)[:, 1], True
+
+
+@pytest.mark.parametrize(("x", "paged"), [(x, paged) for _, x, paged in views()], ids=[name for name, *_ in views()])
+def test_a_map_addresses_every_element(x, paged):
+    rows = hopper.rows_of(x, 16, paged)
+    assert rows is not None
+    pages = x if paged else x[None]
+    page, token, head, column = np.indices(pages.shape)
+    row = page * rows.page_row + token + head * rows.head_row
+    at = row * rows.map.strides[0] + column + head * rows.head_column
+    strides = (x.stride() if paged else (0, *x.stride()))[:4]
+    want = sum(i * s for i, s in zip((page, token, head, column), strides, strict=True))
+    assert (at == want).all()
+    assert row.max() < rows.map.shape[0] and (column + head * rows.head_column).max() < rows.map.shape[1]
+    assert rows.map.shape[1] <= rows.map.strides[0]  # rows do not overlap
+
+
+@pytest.mark.parametrize(
+    ("x", "paged"),
+    [
+        (torch.zeros(8, 2, 68, dtype=torch.float16)[..., :64][..., 4:], False),  # 8 bytes off
+        (torch.zeros(8, 1, 68, dtype=torch.float16)[..., :64], False),  # rows 136 bytes apart
+        (torch.zeros(2, 64, 8, dtype=torch.float16).transpose(1, 2)[None].transpose(1, 2), True),
+        (torch.zeros(3 * 1032, dtype=torch.float16).as_strided((3, 4, 2, 64), (1032, 256, 64, 1)), True),
+        (torch.zeros(0, 2, 64, dtype=torch.float16), False),
+    ],
+    ids=["address", "stride", "columns apart", "pages apart", "empty"],
+)
+def test_what_no_map_describes(x, paged):
+    assert hopper.rows_of(x, 16, paged) is None
+
+
+lens = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 600)), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lens, st.sampled_from([(None, None), (50, 0)]))
+def test_the_tiles_hold_every_query_once_and_the_heaviest_come_first(lens, window):
+    layer = replace(LAYER, window=window)
+    with recorded(describe("sm90", "H100")):
+        made = segment(hopper.KERNELS[0], tuple(lens), layer)
+    tiles = made.prepared.tiles.numpy()
+    assert made.prepared.programs == 132
+    rows = np.concatenate([np.arange(first, first + count) for first, count in tiles[:, :2]] or [np.arange(0)])
+    assert sorted(rows) == list(range(sum(q for q, _ in lens)))
+    assert ((tiles[:, 1] > 0) & (tiles[:, 1] <= hopper.BLOCK_M)).all()
+    starts = np.cumsum([(0, 0), *lens], 0)
+    seen = []
+    for first, count, key, length, position, request, *_ in tiles:
+        queries, keys = lens[request]
+        assert (key, length) == (starts[request, 1], keys)
+        assert position == keys - queries + first - starts[request, 0]
+        end = min(position + count, keys)
+        seen.append(end - (0 if window[0] is None else max(0, position - window[0])))
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_lengths_that_only_the_device_knows_are_left_to_the_portable_kernel():
+    with recorded(describe("sm90", "H100")):
+        made = replace(segment(hopper.KERNELS[0], ((300, 300),), LAYER), exact=False)
+        assert not isinstance(hopper.prepare(made, LAYER), hopper.Items)
+
+
+def test_heads_at_a_time_divide_the_heads_and_fit():
+    for kv_heads in (1, 6, 8):
+        layer = Layer.gqa(num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
+        for keys in (1, 8192, 30_000, 10**6):
+            heads = hopper.heads_at_a_time(layer, keys)
+            assert layer.num_heads % heads == 0 and heads % layer.group == 0
+            assert heads == layer.group or heads // layer.group * keys * 512 <= hopper.L2
+
+
+def test_where_it_is_offered():
+    prompt, few = (portable.kernel.Needs(query_len=n, seq_len=4096, page_size=16) for n in (512, 32))
+    layer = replace(LAYER, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    for kernel in hopper.KERNELS:
+        assert kernel.why_not(describe("sm90"), layer, prompt) == ()
+        assert "query length" in kernel.why_not(describe("sm90"), layer, few)[0]
+        for other in (replace(layer, softcap=1.0), replace(layer, alibi=True), replace(layer, dtype=torch.float32)):
+            assert kernel.why_not(describe("sm90"), other, prompt)
+        for arch in ("sm80", "sm100", "gfx942"):
+            assert kernel.why_not(describe(arch), layer, prompt)
+
+
+@pytest.mark.parametrize(("width", "page", "left"), [(128, None, False), (128, 16, True), (256, 64, False)])
+def test_what_is_compiled(width, page, left):
+    """Asynchronous products, copies by TMA, registers moved to those who multiply; no product waits for the next."""
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    keys = 128 if width <= 128 else 64
+    kernel = hopper.device.attend_kernel
+    constants = {"HEADS": 8, "PART": 4, "RATIO": 4, "WIDTH": width, "V_WIDTH": width, "BLOCK_N": keys, "STAGES": 2}
+    constants |= {"PAGE": page, "CAUSAL": True, "LEFT": left, "causal": None, "sinks": None}
+    constants |= {} if page else {"table": None}
+    signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+    for name, rows in (("q", hopper.ROWS), ("k", min(keys, page or keys)), ("v", min(keys, page or keys))):
+        layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16)
+        signature[name] = f"tensordesc<bf16[{rows}, {width}],{layout!r}>"
+    signature |= {"out": "*bf16", "lse": "*fp32", "items": "*i32", "scale": "fp32"}
+    signature |= {"table": "*i32"} if page else {}
+    source = GluonASTSource(kernel, signature, constants, {})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
+    assert made.metadata.shared <= describe("sm90").shared_memory
+    ptx = made.asm["ptx"]
+    for instruction in ("wgmma.mma_async", "setmaxnreg.inc", "setmaxnreg.dec", "cp.async.bulk.tensor"):
+        assert instruction in ptx
+
+
+SM90 = torch.cuda.is_available() and portable.detect("cuda").arch == "sm90"
+
+
+@pytest.mark.skipif(not SM90, reason="there is no sm90")
+@pytest.mark.parametrize("op", [Op.PREFILL, Op.PAGED])
+def test_contract(op):
+    kernel = next(kernel for kernel in hopper.KERNELS if kernel.caps.op is op)
+    kernel = replace(kernel, caps=replace(kernel.caps, query_lens=ANY_SIZE))  # the contract's requests are short
+    for case in cells.cases(kernel, portable.detect("cuda")):
+        contract.check(kernel, case, "cuda")
