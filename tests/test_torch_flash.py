@@ -139,7 +139,7 @@ def test_with_nothing_but_torch_a_gpu_prefills_with_its_fused_kernel() -> None:
     assert prefill("gfx942", without) == "torch.flash_rocm"
     assert prefill("sm90", without, window=128) == "torch.flash"
     assert prefill("gfx942", without, window=128) == "torch.sdpa"
-    assert prefill("sm90", without, alibi=True) == "torch.flash"
+    assert prefill("sm90", without, alibi=True) == "torch.sdpa"
     assert prefill("sm90", without, head_dim=192, v_head_dim=128) == "torch.flash"
 
 
