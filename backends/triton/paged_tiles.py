@@ -30,12 +30,16 @@ class Tile:
 def rows_of(layer: Layer, max_query_len: int) -> int:
     """Rows of a tile, a power of two from 16 to 128: the heads of a KV head for every query token, where they fit.
 
+    Queries of 32 KiB at most: 128 rows of 256 float32 are 128 KiB, twice the shared memory of a gfx942.
+
     >>> layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
     >>> [rows_of(layer, n) for n in (1, 4, 8, 1000)]
     [16, 16, 32, 128]
     """
     tokens = 1 if layer.batch_invariant else max_query_len
-    return min(max(16, 1 << (layer.group * tokens - 1).bit_length()), 128)
+    width = 1 << (max(layer.qk_head_dim, layer.v_head_dim) - 1).bit_length()
+    most = min(128, 32768 // (width * layer.dtype.itemsize))
+    return min(max(16, 1 << (layer.group * tokens - 1).bit_length()), most)
 
 
 def tile_of(target: Target, layer: Layer, block_m: int) -> Tile:
