@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,6 +54,14 @@ def test_every_cell_that_a_kernel_accepts_is_right_on_this_device(kernel):
 def test_a_kernel_serves_something_or_is_for_another_device(kernel):
     target = portable.detect("cpu")
     assert bool(list(cells.cases(kernel, target))) == cells.runs_on(kernel, target)
+
+
+def test_every_triton_file_with_kernels_is_offered():
+    """Their list has an order, so it is written by hand; a file that is left out would be tested by nobody."""
+    triton = pytest.importorskip("portable.backends.triton")
+    names = {info.name for info in pkgutil.iter_modules(triton.__path__)}
+    modules = {name: importlib.import_module(f"portable.backends.triton.{name}") for name in names}
+    assert {name for name, module in modules.items() if hasattr(module, "KERNELS")} == set(triton.FILES)
 
 
 @each_kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -105,7 +106,7 @@ def build(work: Workload, pool: Pool) -> Problem:
     layer, device = work.layer, pool.device
     num_tokens = sum(work.query_lens)
     count = rotations(work)
-    many = {"dtype": layer.dtype, "device": device}
+    many: Any = {"dtype": layer.dtype, "device": device}
     if work.page_size:
         pages = pool.pages(work)
         caches = [pages] * count
@@ -113,7 +114,7 @@ def build(work: Workload, pool: Pool) -> Problem:
     else:
         shape = (sum(work.seq_lens), layer.num_kv_heads)
         widths = (layer.qk_head_dim, layer.v_head_dim)
-        caches = [KV(*(torch.randn(*shape, width, **many) for width in widths)) for _ in range(count)]  # type: ignore
+        caches = [KV(*(torch.randn(*shape, width, **many) for width in widths)) for _ in range(count)]
         tables = [None] * count
     scales = [torch.tensor(s, device=device) for s in (K_SCALE, V_SCALE)] if layer.kv_dtype == FP8 else [None, None]
     sinks = None
@@ -125,10 +126,10 @@ def build(work: Workload, pool: Pool) -> Problem:
         LayerTensors(sinks=sinks, k_scale=scales[0], v_scale=scales[1]),
         [
             Rotation(
-                torch.randn(*heads, layer.qk_head_dim, **many),  # type: ignore
+                torch.randn(*heads, layer.qk_head_dim, **many),
                 kv,
                 table,
-                torch.empty(*heads, layer.v_head_dim, **many),  # type: ignore
+                torch.empty(*heads, layer.v_head_dim, **many),
             )
             for kv, table in zip(caches, tables, strict=True)
         ],

@@ -25,11 +25,11 @@ def merge(
     kernels: list[Kernel], absent: dict[str, str], device: torch.device, tokens: int, seen: Seen
 ) -> dict[str, Measure]:
     """[8192, 32, 128] from two partial results, beside a copy of as many bytes."""
-    bf16 = {"dtype": torch.bfloat16, "device": device}
+    bf16: Any = {"dtype": torch.bfloat16, "device": device}
     heads, width = LAYER.num_heads, LAYER.v_head_dim
     sets = []
     for _ in range(3):  # 600 MB
-        a, b = (torch.randn(tokens, heads, width, **bf16) for _ in range(2))  # type: ignore
+        a, b = (torch.randn(tokens, heads, width, **bf16) for _ in range(2))
         lse_a, lse_b = (torch.randn(heads, tokens, device=device) for _ in range(2))
         sets.append((torch.empty_like(a), torch.empty_like(lse_a), a, lse_a, b, lse_b))
     out, _, a, lse_a, b, lse_b = sets[0]
@@ -61,14 +61,14 @@ def cache_write(
     kernels: list[Kernel], absent: dict[str, str], device: torch.device, tokens: int, page: int, seen: Seen
 ) -> dict[str, Measure]:
     """8,192 tokens of K and V, 8 heads of 128, into pages at random places, beside a copy of as many bytes."""
-    bf16 = {"dtype": torch.bfloat16, "device": device}
+    bf16: Any = {"dtype": torch.bfloat16, "device": device}
     heads, width = LAYER.num_kv_heads, LAYER.qk_head_dim
     sets = []
     for _ in range(6):  # 400 MB of rows and slots
         pages = torch.randperm(4 * tokens // page, device=device)[: tokens // page]
         place = torch.arange(tokens, device=device)
-        cache = KV(*(torch.empty(4 * tokens // page, page, heads, width, **bf16) for _ in range(2)))  # type: ignore
-        k, v = (torch.randn(tokens, heads, width, **bf16) for _ in range(2))  # type: ignore
+        cache = KV(*(torch.empty(4 * tokens // page, page, heads, width, **bf16) for _ in range(2)))
+        k, v = (torch.randn(tokens, heads, width, **bf16) for _ in range(2))
         sets.append((k, v, cache, pages[place // page] * page + place % page))
     k, v, cache, slots = sets[0]
     runs: dict[str, Callable[..., object]] = {

@@ -33,8 +33,6 @@ class Goal:
     more_is_better: bool
 
     def met(self, value: float, bound: float) -> bool:
-        """To the digits shown: 0.946 is 0.95."""
-        value = round(value, 2 if self.unit == "x" else 1)
         return value >= bound if self.more_is_better else value <= bound
 
 
@@ -43,6 +41,11 @@ def us(result: Result, row: str, who: str) -> tuple[float, str]:
     each = result["rows"].get(row, {"contestants": {}})["contestants"].items()
     right = [(found["us"], name) for name, found in each if name.startswith(who) and found["ok"]]
     return min(right, default=(math.nan, ""))
+
+
+def ours(result: Result, row: str) -> tuple[float, str]:
+    """What a user gets, the selected kernel: (us, name); the fastest of ours in results that do not name it."""
+    return us(result, row, result["rows"].get(row, {}).get("selected") or "portable ")
 
 
 def best_peer(result: Result, row: str) -> tuple[float, str]:
@@ -61,7 +64,7 @@ def beside(peer: str, *rows: str) -> Callable[[Result], Found | None]:
     def of(result: Result) -> Found | None:
         found = []
         for row in rows:
-            (mine, who), (other, name) = us(result, row, "portable "), us(result, row, peer)
+            (mine, who), (other, name) = ours(result, row), us(result, row, peer)
             if not math.isnan(mine + other):
                 where = f" at {row.split(' page ')[0]}" if len(rows) > 1 else ""
                 found.append(Found(other / mine, f"{mine:.4g} us{where}", f"{other:.4g} us ({name})", row, who))
@@ -74,7 +77,7 @@ def alone(*rows: str) -> Callable[[Result], Found | None]:
     """us, at the fastest page size, and the best peer's at its own."""
 
     def of(result: Result) -> Found | None:
-        mine = [(*us(result, row, "portable "), row) for row in rows]
+        mine = [(*ours(result, row), row) for row in rows]
         mine = [each for each in mine if not math.isnan(each[0])]
         others = [each for row in rows if not math.isnan((each := best_peer(result, row))[0])]
         if not mine:
@@ -90,7 +93,7 @@ def between(row: str, base: str, peer: str) -> Callable[[Result], Found | None]:
     """Our time of a row as a multiple of our own time of another one."""
 
     def of(result: Result) -> Found | None:
-        (mine, who), (first, _) = us(result, row, "portable "), us(result, base, "portable ")
+        (mine, who), (first, _) = ours(result, row), ours(result, base)
         other, other_first = us(result, row, peer)[0], us(result, base, peer.removesuffix(" fp8 q"))[0]
         if math.isnan(mine + first):
             return None
@@ -184,11 +187,8 @@ def markdown(result: Result) -> str:
             state = (
                 "aim" if goal.met(found.value, goal.aim) else "reached" if goal.met(found.value, goal.must) else "short"
             )
-            number = f"{found.value:.2f}x" if goal.unit == "x" else f"{found.value:.1f} us"
+            number = f"{found.value:.3f}x" if goal.unit == "x" else f"{found.value:.2f} us"
             unit = goal.unit if goal.unit == "x" else f" {goal.unit}"
-            selected = result["rows"][found.row].get("selected", found.who)
-            if selected and selected != found.who:
-                state += f" ({found.who}, but {selected} is selected)"
             bounds = f"{number} | {goal.must:g}{unit} | {goal.aim:g}{unit}"
             text += f"| {goal.row} | {found.mine} | {found.other} | {bounds} | {state} |\n"
     for size in (1, 64, 256):

@@ -54,7 +54,7 @@ def objects(assembly: str) -> dict[str, Object | None]:
     section, name, data = "", "", bytearray()
     for line in assembly.split("\n"):
         words = line.split(None, 1)
-        if not words or words[0].startswith(";"):
+        if not words or words[0].startswith(";") or words[0].endswith(":"):
             continue
         directive, rest = words[0], words[1] if len(words) > 1 else ""
         if directive in (".data", ".text", ".bss", ".section"):

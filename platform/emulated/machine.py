@@ -20,6 +20,7 @@ __all__ = ["BUDGET", "LDS_BYTES", "Buffer", "ExecutionError", "kernarg", "launch
 BATCH = 32  # waves that run together
 BUDGET = 10_000_000  # steps of one batch, some minutes, before it counts as stuck
 LDS_BYTES = {"gfx942": 65536, "gfx950": 163840}  # a workgroup's limit
+LAST = ("s_endpgm", "s_branch", "s_setpc_b64", "s_trap")  # compilers put the blocks of traps last
 CONTROL = ("s_branch", "s_cbranch", "s_barrier", "s_endpgm", "s_setpc", "s_swappc", "s_call")
 # scalar registers that come before the arguments' pointer, in this order, where the kernel asks for them
 USER_SGPRS = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
@@ -60,7 +61,7 @@ def prepare(code: Code, around: Around | None = None) -> list[Step]:
         raise ExecutionError(f"{code.name}: {code.arch} is not one of {', '.join(LDS_BYTES)}")
     if unknown := missing(code.instructions):
         raise ExecutionError(f"{code.name} ({code.arch}) uses opcodes that are not emulated: {', '.join(unknown)}")
-    if not code.instructions or code.instructions[-1].name not in ("s_endpgm", "s_branch", "s_setpc_b64"):
+    if not code.instructions or code.instructions[-1].name not in LAST:
         raise ExecutionError(f"{code.name}: the code runs past its end")
     for name, value in MODE.items():  # compilers print all of them; code made by hand need not
         if (asked := int(code.facts.get(name, value))) != value:
@@ -110,6 +111,7 @@ def launch(
         allocations.add(buffer.data, buffer.name, written=buffer.written)
     arguments = kernarg(code, explicit, grid, block)
     address = allocations.add(arguments, "kernarg")
+    packet = allocations.add(dispatch_packet(grid, block, scratch, lds), "dispatch packet")
     total, at_once = int(np.prod(grid)), max(1, BATCH // per_group)
 
     def run(batch: int, pulse: Callable[[], None] | None) -> int:
@@ -119,7 +121,7 @@ def launch(
         memory.kernel = code.name
         memory.workgroup_name = [tuple(group) for group in where.tolist()].__getitem__
         waves = Waves(len(number), per_group, lds, scratch)
-        start(waves, code, where, block, address)
+        start(waves, code, where, block, address, packet)
         return Scheduler(code, program, waves, memory, where, budget).run(pulse)
 
     if any("_atomic_" in i.name for i in code.instructions):  # not those on LDS, which have other names
@@ -128,7 +130,17 @@ def launch(
         return Shared(code.name, -(-total // at_once), run, allocations, processes).all()
 
 
-def start(waves: Waves, code: Code, where: Array, block: Sequence[int], address: int) -> None:
+def dispatch_packet(grid: Sequence[int], block: Sequence[int], scratch: int, lds: int) -> Array:
+    """[64] uint8: what a kernel that asks for `dispatch_ptr` reads its sizes from; its kernarg address is left out.
+
+    >>> struct.unpack_from("<3H2x3I2I", dispatch_packet((5, 1, 1), (64, 2, 1), 16, 512), 4)
+    (64, 2, 1, 320, 2, 1, 16, 512)
+    """
+    threads = [count * size for count, size in zip(grid, block, strict=True)]
+    return np.frombuffer(struct.pack("<2H3H2x3I2I32x", 0, 3, *block, *threads, scratch, lds), np.uint8)
+
+
+def start(waves: Waves, code: Code, where: Array, block: Sequence[int], address: int, packet: int) -> None:
     """The registers with which waves begin: arguments, workgroup ids, lane ids, and exec of a last, partial wave."""
 
     def asks(name: str, default: int) -> bool:
@@ -140,7 +152,12 @@ def start(waves: Waves, code: Code, where: Array, block: Sequence[int], address:
     waves.saturate[:] = asks("fp16_overflow", 0)
     user = int(code.facts.get("user_sgpr_count", 2))
     waves.s[:user] = 0  # a read through a null pointer faults, and the dispatch id of a launch is 0
-    index = sum(count for name, count in USER_SGPRS.items() if asks(f"user_sgpr_{name}", 0))
+    index = 0
+    for name, count in USER_SGPRS.items():
+        if asks(f"user_sgpr_{name}", 0):
+            if name == "dispatch_ptr":
+                waves.s[index], waves.s[index + 1] = packet & 0xFFFFFFFF, packet >> 32
+            index += count
     waves.s[index], waves.s[index + 1] = address & 0xFFFFFFFF, address >> 32
     index = user
     for axis, name in enumerate("xyz"):

@@ -131,6 +131,16 @@ extern "C" __global__ void overrun(float* x, const float* y, int n) {
         x[i] = y[i];  // OVERRUN
 }
 
+extern "C" __global__ void private_array(int* out, const int* which) {
+    int all[4] = {1, 2, 3, 4};
+    all[which[threadIdx.x] & 3] = 9;
+    out[threadIdx.x] = all[which[threadIdx.x + 1] & 3];
+}
+extern "C" __global__ void trapped(int* flag) {
+    if (flag[0]) __builtin_trap();
+    flag[1] = 1;
+}
+
 extern "C" __global__ void count(int* bins, const int* which) {
     atomicAdd(bins + which[threadIdx.x], 1);  // COUNT
 }
@@ -291,6 +301,23 @@ def test_addresses_replace_distances(offset):
     assert references(code) == ("t",)
     _, low, high = link(code, {"t": 0x5_FFFF_FFFC}).instructions
     assert (high.operands[2].bits << 32) + low.operands[2].bits == 0x5_FFFF_FFFC + offset
+
+
+def test_private_arrays_and_untaken_traps(modules):
+    """The array is promoted to LDS, where its place is found by the sizes in the dispatch packet."""
+    for arch, module in modules.items():
+        which = torch.tensor([i * i for i in range(129)], dtype=torch.int32)
+        out = torch.zeros(128, dtype=torch.int32)
+        with activate(arch):
+            module["private_array"](1, 128, out, which)
+        a, b = which[:-1] & 3, which[1:] & 3
+        assert torch.equal(out, torch.where(a == b, 9, b + 1).to(torch.int32))
+        flag = torch.tensor([0, 0], dtype=torch.int32)
+        with activate(arch):
+            module["trapped"](1, 64, flag)
+            assert flag.tolist() == [0, 1]
+            with pytest.raises(ExecutionError, match=r"trapped, .*'s_trap 2'"):
+                module["trapped"](1, 64, flag.fill_(1))
 
 
 def test_calls_and_addresses_in_data_are_refused(modules):
