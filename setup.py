@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOTS = {"portable": "portable", "portable.backends": "backends", "portable.platform": "platform"}
-DATA = ["py.typed", "*.cu", "*.cuh", "*.h", "*.json", "*.toml"]
+DATA = ["py.typed", "*.cu", "*.h", "*.hip", "*.co", "*.json", "*.toml"]
 
 package_dir = {
     ".".join((name, *folder.relative_to(root).parts)): folder.as_posix()

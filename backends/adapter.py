@@ -9,20 +9,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from portable.backends.convention import CSR, Convention, why_not_called
-from portable.backends.rows import as_batch, as_slots, may_be_empty, seen_rows, token_csr
-from portable.kernel import KV, Kernel, KernelCaps, Segment
+from portable.backends.convention import CSR, OF_THE_CALL, Convention, why_not_called
+from portable.backends.rows import as_batch, as_slots, check_reach, may_be_empty, seen_rows, token_csr
+from portable.kernel import KV, Kernel, KernelCaps, LseForm, Segment, head_dims
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.merge import lse_rows
 from portable.paging import num_pages, page_csr
 from portable.ragged import cu_from_lens, ragged_arange
 
 __all__ = ["Adapter", "Convention", "why_not_called"]
+
+
+HT = {base: LseForm(base=base) for base in ("e", "2")}
 
 
 class Step(NamedTuple):
@@ -35,6 +39,9 @@ class Step(NamedTuple):
     batch: tuple[int, int] | None  # (B, Sq) where q is [B, Sq, H, D]
     sources: torch.Tensor | None  # [B * Sq] i64, the token at each place; None where it is the same
     places: torch.Tensor | None  # [T] i64, the place of each token
+    wide: int = 0  # what q, K and V are padded to; 0: they are as wide as they should be
+    limited: bool = False  # whether memory may lie where the callable does not reach it
+    direct: bool = False  # whether a dense `out` is what the callable may write
 
 
 class Adapter:
@@ -45,7 +52,10 @@ class Adapter:
 
     def __init__(self, convention: Convention) -> None:
         self.convention = convention
-        self._plain = convention.lse.layout == "ht" and convention.lse.base == "e" and convention.rows == "packed"
+        # None where it has no such keyword
+        of_call = (convention.names.get(name) for name in OF_THE_CALL)
+        self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
+        self._k_descale, self._v_descale, self._asks_lse = of_call
         self._checked: Callable[..., Any] | None = None
 
     def kernel(self, caps: KernelCaps) -> Kernel:
@@ -71,11 +81,12 @@ class Adapter:
 
     def prepare(self, segment: Segment, layer: Layer) -> Step:
         """The arguments of a step; it waits for no device."""
-        function, batch, sources, places = self.bind(), None, None, None
+        function, convention, caps = self.bind(), self.convention, segment.kernel.caps
+        batch = sources = places = None
         tokens = segment.tokens.stop - segment.tokens.start
         if not (tokens and segment.max_seq_len):
             return Step(function, (), None, None, batch, sources, places)
-        if self.convention.rows == "batch":
+        if convention.rows == "batch":
             batch, sources, places = as_batch(segment)
         common = self._common(segment, layer)
         rows = None
@@ -85,7 +96,11 @@ class Adapter:
         ways = (bool(segment.causal),) if rows is None else (True, False)
         calls = tuple({**common, **self._masks(layer, causal)} for causal in ways)
         seen = seen_rows(segment, layer) if may_be_empty(segment, layer) else None
-        return Step(function, calls, rows, seen, batch, sources, places)
+        key_dim, width = head_dims(caps.op, layer)
+        wide = max(key_dim, width) if convention.equal_value_dim and key_dim != width else 0
+        limited = not (caps.max_tensor_bytes is caps.max_block_id is convention.address_window is None)
+        direct = batch is None and len(calls) == 1 and wide in (0, width)
+        return Step(function, calls, rows, seen, batch, sources, places, wide, limited, direct)
 
     def _common(self, segment: Segment, layer: Layer) -> dict[str, Any]:
         """What a step fixes, masks aside, by the callable's keywords."""
@@ -108,7 +123,7 @@ class Adapter:
             known["cu_seqlens_k"] = segment.cu_seqlens_q if square else cu_from_lens(segment.seq_lens)
         if any(name in names for name in CSR):
             assert segment.block_table is not None
-            if convention.pages == "token":
+            if convention.pages != "page":
                 csr, known["page_size"] = token_csr(segment), 1
             else:
                 pages = num_pages(segment.host_seq_lens, segment.page_size)
@@ -146,12 +161,12 @@ class Adapter:
             if lse is not None:
                 _ = lse.copy_(tensors.sinks[:, None]) if tensors.sinks is not None else lse.fill_(-torch.inf)
             return
-        found = [self._call(step, call, q, kv, segment, layer, tensors, out, lse is not None) for call in step.calls]
-        got, got_lse = found[0]
+        got, got_lse = self._call(step, step.calls[0], q, kv, segment, layer, tensors, out, lse is not None)
         if step.causal is not None:
-            got = torch.where(step.causal[:, None, None], got, found[1][0])
-            if got_lse is not None and found[1][1] is not None:
-                got_lse = torch.where(step.causal, got_lse, found[1][1])
+            other = self._call(step, step.calls[1], q, kv, segment, layer, tensors, out, lse is not None)
+            got = torch.where(step.causal[:, None, None], got, other[0])
+            if got_lse is not None and other[1] is not None:
+                got_lse = torch.where(step.causal, got_lse, other[1])
         form, zeroes = self.convention.lse, self.convention.zeroes_empty
         as_promised = form.empty == "sink" or (form.empty == "-inf" and not layer.sinks)
         if not zeroes or (lse is not None and not as_promised):
@@ -182,69 +197,87 @@ class Adapter:
         wants_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One call: its output [T, H, Dv], which may be `out`, and its LSE [H, T] in natural log or None."""
-        convention, names = self.convention, self.convention.names
-        k, v, width = kv.k, kv.v, out.shape[-1]
-        if v is None:
+        convention, (k, v), width = self.convention, kv, out.shape[-1]
+        if step.wide:
+            assert v is not None
+            q, k, v = (pad(each, (0, step.wide - each.shape[-1])) for each in (q, k, v))
+        if step.batch is not None:
+            q = q if step.sources is None else q[step.sources]
+            q = q.unsqueeze(1) if step.batch[1] == 1 else q.view(*step.batch, *q.shape[1:])
+        call = fixed.copy()
+        if step.limited:
+            pages = None if segment.block_table is None else len(k)
+            check_reach(segment.kernel.caps, convention.address_window, pages, q, k, v)
+        if convention.pages != "page" and segment.block_table is not None:
+            slots = convention.names["kv_indices"]
+            (k, v), call[slots] = as_slots(kv, call[slots], segment.page_size, paged=convention.pages == "single")
+        elif v is None:
             k = k.unsqueeze(-2)  # latent pages have one head
-        elif convention.equal_value_dim and (wide := max(k.shape[-1], v.shape[-1])) > min(k.shape[-1], v.shape[-1]):
-            q, k, v = (pad(each, (0, wide - each.shape[-1])) for each in (q, k, v))
-        if step.batch is not None:
-            q = (q if step.sources is None else q[step.sources]).unflatten(0, step.batch)
-        call = dict(fixed)
-        if convention.pages == "token" and segment.block_table is not None:
-            (k, v), call[names["kv_indices"]] = as_slots(KV(k, v), call[names["kv_indices"]], segment.page_size)
-        if "qv" in names:
-            call[names["qv"]], q = q[..., :width], q[..., width:]
-            v, k = k[..., :width], k[..., width:]
-        call[names["q"]], call[names["k"]] = q, k
-        if "v" in names:
-            call[names["v"]] = v
-        if "lse" in names:
-            call[names["lse"]] = wants_lse
+        if self._qv is not None:
+            call[self._qv], q = q.split_with_sizes((width, q.shape[-1] - width), -1)
+            v, k = k.split_with_sizes((width, k.shape[-1] - width), -1)
+        call[self._q], call[self._k] = q, k
+        if self._v is not None:
+            call[self._v] = v
+        if self._asks_lse is not None:
+            call[self._asks_lse] = wants_lse
         if layer.sinks and tensors.sinks is not None:
-            call[names["sinks"]] = tensors.sinks.to(convention.sink_dtype or tensors.sinks.dtype)
+            call[self._sinks] = tensors.sinks.to(convention.sink_dtype or tensors.sinks.dtype)
         if layer.alibi:
-            call[names["alibi"]] = tensors.alibi
-        if "k_descale" in names:
-            call[names["k_descale"]] = self._descale(tensors.k_scale, segment, layer)
-            call[names["v_descale"]] = self._descale(tensors.v_scale, segment, layer)
-        if "out" in names:
-            wide_v = width if v is None or layer.cache_layout != "strided" else v.shape[-1]
-            direct = step.batch is None and len(step.calls) == 1 and out.is_contiguous() and wide_v == width
-            call[names["out"]] = out if direct else out.new_empty((*q.shape[:-1], wide_v))
-        result = step.function(**call)
-        got, got_lse = self._unpack(result, call, wants_lse)
+            call[self._alibi] = tensors.alibi
+        if self._k_descale is not None:
+            call[self._k_descale] = self._descale(tensors.k_scale, segment, layer)
+            call[self._v_descale] = self._descale(tensors.v_scale, segment, layer)
+        if self._out is not None:
+            direct = step.direct and out.is_contiguous()
+            call[self._out] = out if direct else out.new_empty((*q.shape[:-1], step.wide or width))
+        got, got_lse = self._unpack(step.function(**call), call, wants_lse)
         if step.batch is not None:
-            got = got.flatten(0, 1)
+            got = got.squeeze(1) if step.batch[1] == 1 else got.flatten(0, 1)
             got = got if step.places is None else got[step.places]
-        if got.shape[-1] != width:
+        if step.wide and got.shape[-1] != width:
             got = got[..., :width]
         if got_lse is None:
             return got, None
-        rows, cu = out.shape[0] if step.batch is None else step.batch[0] * step.batch[1], segment.cu_seqlens_q
-        form = convention.lse
-        if self._plain and got_lse.dtype is torch.float32 and got_lse.shape == (out.shape[1], rows):
-            return got, got_lse  # saves 2 us
-        if step.batch is not None and form.layout.startswith("b"):
-            queries, layout = step.batch[1], form.layout
-            got_lse = got_lse.squeeze(-1) if layout == "bhs1" else got_lse
-            got_lse = got_lse[:, :queries] if layout == "bsh" else got_lse[..., :queries].transpose(1, 2)
-            got_lse, form = got_lse.flatten(0, 1), replace(form, layout="th")
-        got_lse = lse_rows(got_lse, form, out.shape[1], rows, cu)
+        got_lse = self._lse(got_lse, step, out.shape[1], out.shape[0], segment.cu_seqlens_q)
         return got, got_lse if step.places is None else got_lse[:, step.places]
+
+    def _lse(self, lse: torch.Tensor, step: Step, heads: int, tokens: int, cu: torch.Tensor) -> torch.Tensor:
+        """An LSE as [H, rows]; what needs no conversion takes no time: `lse_rows` would take 4 us."""
+        form = self.convention.lse
+        if step.batch is not None:
+            requests, queries = step.batch
+            tokens = requests * queries
+            if form.layout == "bhs" and lse.shape == (requests, heads, 1) and queries == 1:
+                rows, columns, _ = lse.stride()
+                lse, form = lse.as_strided((heads, requests), (columns, rows)), HT[form.base]  # twice as fast as two views
+                return lse if form.base == "e" and lse.dtype is torch.float32 else lse_rows(lse, form, heads, tokens, cu)
+            if form.layout[0] == "b":
+                lse = lse.squeeze(-1) if form.layout == "bhs1" else lse
+                lse = lse.permute(2, 0, 1) if form.layout == "bsh" else lse.transpose(0, 1)  # [H, B, Sq]
+                lse = lse if lse.shape[2] == queries else lse[..., :queries]
+                lse, form = lse.squeeze(2) if queries == 1 else lse.flatten(1), HT[form.base]
+        if lse.dtype is torch.float32 and form.base == "e":
+            if form.layout == "ht" and lse.shape == (heads, tokens):
+                return lse
+            if form.layout == "th" and lse.shape == (tokens, heads):
+                return lse.T
+        return lse_rows(lse, form, heads, tokens, cu)
 
     def _unpack(
         self, result: Any, call: Mapping[str, Any], wants_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output and the LSE among the results, which are told apart by how many there are."""
         convention = self.convention
-        results = tuple(result) if isinstance(result, tuple | list) else (result,)
-        at = convention.returns.get(len(results)) if wants_lse else None
-        if wants_lse and (at is None or results[at] is None):
-            name, counts = f"{convention.module}.{convention.function}", " or ".join(map(str, convention.returns))
-            raise RuntimeError(f"{name} returned {len(results)} values; with an LSE they are {counts}")
-        got = call[convention.names["out"]] if convention.writes_out else results[0]
-        return got, None if at is None else results[at]
+        results = result if isinstance(result, tuple) else tuple(result) if isinstance(result, list) else (result,)
+        found = None
+        if wants_lse:
+            at = convention.returns.get(len(results))
+            found = None if at is None else results[at]
+            if found is None:
+                name, counts = f"{convention.module}.{convention.function}", " or ".join(map(str, convention.returns))
+                raise RuntimeError(f"{name} returned {len(results)} values; with an LSE they are {counts}")
+        return call[self._out] if convention.writes_out else results[0], found
 
     def _descale(self, scale: torch.Tensor | None, segment: Segment, layer: Layer) -> torch.Tensor | None:
         """The scale of an fp8 cache in the callable's shape; None for other caches."""

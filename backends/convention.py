@@ -34,7 +34,7 @@ OF_THE_STEP = (
     "window_right",
 )
 CSR = ("kv_indptr", "kv_indices", "kv_last_page_len")
-CHOICES = {"rows": ("packed", "batch"), "pages": ("page", "token"), "descale": ("heads", "one")}
+CHOICES = {"rows": ("packed", "batch"), "pages": ("page", "token", "single"), "descale": ("heads", "one")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,15 @@ class Convention:
     equal_value_dim: bool = False  # contiguous K and V must be as wide: the narrower is padded with zeros
     open_side: int | None = -1  # of a window
     window_more: tuple[int, ...] = ()  # what follows its two sides
-    pages: str = "page"  # what the CSR names count; "token": as if each page held one; K and V are slots [N, Hkv, D]
+    # What the CSR names count. "token": slots, with K and V as [N, Hkv, D]; "single": slots as pages [N, 1, Hkv, D].
+    pages: str = "page"
     folds_single: bool = False  # takes a longest query of 1 for exactly one token in each request
     writes_out: bool = False  # promises that `out` holds the output
     returns: Mapping[int, int | None] = field(default_factory=lambda: {2: 1})  # how many results: which is the LSE
     zeroes_empty: bool = True  # the output of a row without keys is 0
     lse: LseForm = field(default_factory=LseForm)
     sink_dtype: torch.dtype | None = None  # what the sinks are cast to
+    address_window: int | None = None  # K and V may not cross a multiple of these bytes: a carry is lost
     descale: str = "heads"  # the scale of an fp8 cache as [B, Hkv] f32; "one": [1] f32
 
     def __post_init__(self) -> None:

@@ -87,6 +87,15 @@ PACKAGES = (
         vendors=NVIDIA,
         symbols=("get_mla_metadata", "flash_mla_with_kvcache"),
     ),
+    VendorPackage(
+        name="vllm[flash_mla]",
+        module="vllm.third_party.flashmla.flash_mla_interface",
+        title="vLLM's FlashMLA",
+        provider="flash_mla",
+        vendors=NVIDIA,
+        aliases=("vllm",),
+        symbols=("get_mla_metadata", "flash_mla_with_kvcache"),
+    ),
     VendorPackage(name="torch", module="torch", title="PyTorch", bundled=True),
     VendorPackage(
         name="triton",

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from portable.kernel import KV, Segment
-from portable.layer import Layer
+from portable.kernel import KV, KernelCaps, Segment
+from portable.layer import Layer, UnsupportedError
 from portable.merge import has_keys
 from portable.paging import PageCsr, num_pages, page_csr
 from portable.ragged import ragged_arange
 from portable.upload import upload
+
+ANOTHER = "Name another backend, or give Attention its num_pages, so that one is chosen that can"
 
 
 def token_csr(segment: Segment) -> PageCsr:
@@ -23,12 +25,19 @@ def token_csr(segment: Segment) -> PageCsr:
     return csr.of_tokens(int(segment.host_seq_lens.sum()))
 
 
-def as_slots(kv: KV, indices: torch.Tensor, page_size: int) -> tuple[KV, torch.Tensor]:
-    """Pages [pages, page_size, ...] as slots [N, ...], and slot numbers that skip what lies between two pages.
+def as_slots(kv: KV, indices: torch.Tensor, page_size: int, *, paged: bool = False) -> tuple[KV, torch.Tensor]:
+    """Pages [pages, page_size, ...] as slots [N, H, D], and slot numbers that skip what lies between two pages.
+
+    Latent pages have one head. `paged`: each slot is a page of one token, [N, 1, H, D].
 
     Raises:
         ValueError: pages that do not lie a whole number of tokens apart, the same in K and V.
     """
+    k, v = kv
+    if k.is_contiguous() and (v is None or v.is_contiguous()):
+        one = (-1, 1) if paged else (-1,)
+        k = k.view(*one, *(k.shape[2:] if k.dim() == 4 else (1, k.shape[2])))
+        return KV(k, None if v is None else v.view(*one, *v.shape[2:])), indices
     steps = {each.stride(0) / each.stride(1) for each in kv if each is not None}
     step = steps.pop()
     if steps or step != int(step):
@@ -39,9 +48,48 @@ def as_slots(kv: KV, indices: torch.Tensor, page_size: int) -> tuple[KV, torch.T
 
     def slots(pages: torch.Tensor) -> torch.Tensor:
         count = (len(pages) - 1) * int(step) + page_size
-        return pages.as_strided((count, *pages.shape[2:]), pages.stride()[1:])
+        found = pages.as_strided((count, *pages.shape[2:]), pages.stride()[1:])
+        found = found if pages.dim() == 4 else found.unsqueeze(1)
+        return found.unsqueeze(1) if paged else found
 
-    return KV(slots(kv.k), None if kv.v is None else slots(kv.v)), indices
+    return KV(slots(k), None if v is None else slots(v)), indices
+
+
+def check_reach(
+    caps: KernelCaps,
+    window: int | None,
+    num_pages: int | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+) -> None:
+    """Raise an UnsupportedError for memory that a kernel's offsets do not reach; they would wrap without a word.
+
+    Args:
+        window: bytes whose multiples K and V may not cross; None: any addresses.
+        num_pages: of the cache; None for contiguous K and V.
+    """
+    if caps.max_block_id is not None and num_pages is not None and num_pages - 1 > caps.max_block_id:
+        raise UnsupportedError(
+            f"the cache has {num_pages} pages; {caps.name} can address {caps.max_block_id + 1}. {ANOTHER}"
+        )
+    most = caps.max_tensor_bytes
+    if window is None and most is None:
+        return
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.is_contiguous():
+            reach = tensor.numel() * tensor.itemsize
+        else:
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            reach = (last + 1) * tensor.itemsize
+        if most is not None and reach > most:
+            raise UnsupportedError(f"{name} extends over {reach} bytes; {caps.name} can address {most}. {ANOTHER}")
+        if window is not None and name != "q" and tensor.data_ptr() % window + reach > window:
+            raise UnsupportedError(
+                f"{name} crosses a multiple of {window} bytes in memory, where addresses of {caps.name} wrap. {ANOTHER}"
+            )
 
 
 def each_query(segment: Segment) -> Segment:

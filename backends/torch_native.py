@@ -131,7 +131,8 @@ def attend(
         n, sq, sk = block.shape
         whole = n * sq == len(q)
         rows = q if whole else q[block.queries]
-        k, v = (_rows(t, block.keys, segment).view(n, sk, *t.shape[-2:]) for t in (kv.k, kv.v))
+        k = _rows(kv.k, block.keys, segment).view(n, sk, *kv.k.shape[-2:])
+        v = k if kv.v is kv.k else _rows(kv.v, block.keys, segment).view(n, sk, *kv.v.shape[-2:])
         result, logs = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors, lse is not None)
         if block.empty is not None:
             result = result.masked_fill(block.empty[:, :, None, None], 0)

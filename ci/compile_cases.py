@@ -6,10 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import compile_states
 import numpy as np
 import torch
 
-from portable.backends.triton import cache, copy, merge, paged, prefill, tables
+from portable.backends.triton import (
+    cache,
+    copy,
+    merge,
+    mla_decode,
+    mla_decode_hopper,
+    paged,
+    prefill,
+    prefill_hopper,
+    tables,
+)
 from portable.backends.triton.launch import Call, recorded
 from portable.cache import cache_shapes
 from portable.kernel import KV, Kernel, Op, Segment
@@ -72,7 +83,14 @@ def pages_of(layer: Layer, page_size: int) -> KV:
 
 
 def attention(
-    which: Callable[[], Kernel], queries: int, keys: int, page_size: int | None, lse: bool = False, **layer: Any
+    which: Callable[[], Kernel],
+    queries: int,
+    keys: int,
+    page_size: int | None,
+    lse: bool = False,
+    requests: int = 8,
+    archs: tuple[str, ...] | None = None,
+    **layer: Any,
 ) -> Case:
     """`which` is called late: a kernel's file may define it for some machines only."""
 
@@ -80,12 +98,12 @@ def attention(
         fp8 = {"e4m3fnuz": torch.float8_e4m3fnuz}.get(target.fp8 or "", torch.float8_e4m3fn)
         kv_dtype = fp8 if layer.get("kv_dtype") == "fp8" else None
         made = Layer.gqa(**{**layer, "kv_dtype": kv_dtype})
-        step = segment(which(), made, [queries] * 8, [keys] * 8, page_size)
-        tokens = 8 * queries
+        step = segment(which(), made, [queries] * requests, [keys] * requests, page_size)
+        tokens = requests * queries
         if page_size is None:
             kv = KV(
-                meta(8 * keys, made.num_kv_heads, made.qk_head_dim, dtype=made.dtype),
-                meta(8 * keys, made.num_kv_heads, made.v_head_dim, dtype=made.dtype),
+                meta(requests * keys, made.num_kv_heads, made.qk_head_dim, dtype=made.dtype),
+                meta(requests * keys, made.num_kv_heads, made.v_head_dim, dtype=made.dtype),
             )
         else:
             kv = pages_of(made, page_size)
@@ -94,7 +112,23 @@ def attention(
         q = meta(tokens, made.num_heads, made.qk_head_dim, dtype=made.dtype)
         which().run(q, kv, step, made, tensors_of(made), out, logs)
 
-    return Case(run)
+    return Case(run, archs)
+
+
+def latent(module: Any, queries: int, page_size: int, archs: tuple[str, ...] | None = None, **layer: Any) -> Case:
+    """MLA decode of 8 requests at 8,192 keys."""
+
+    def run(target: Target) -> None:
+        fp8 = {"e4m3fnuz": torch.float8_e4m3fnuz}.get(target.fp8 or "", torch.float8_e4m3fn)
+        made = Layer.mla(**{**layer, "kv_dtype": fp8 if layer.get("kv_dtype") == "fp8" else None})
+        which, tokens = kernel(module, Op.MLA_DECODE), 8 * queries
+        step = segment(which, made, [queries] * 8, [8192] * 8, page_size)
+        q = meta(tokens, made.num_heads, made.latent_dim, dtype=made.dtype)
+        out = meta(tokens, made.num_heads, made.kv_lora_rank, dtype=made.dtype)
+        logs = meta(made.num_heads, tokens, dtype=torch.float32)
+        which.run(q, pages_of(made, page_size), step, made, tensors_of(made), out, logs)
+
+    return Case(run, archs)
 
 
 def merging(parts: int, tokens: int, heads: int, width: int) -> Case:
@@ -145,6 +179,17 @@ def chunk_kernel() -> Kernel:
     return kernel(prefill, Op.PAGED)
 
 
+def hopper_kernel() -> Kernel:
+    return kernel(prefill_hopper, Op.PREFILL)
+
+
+def hopper_chunk_kernel() -> Kernel:
+    return kernel(prefill_hopper, Op.PAGED)
+
+
+HOPPER = ("sm90",) if prefill_hopper.KERNELS else ()  # a Triton without Gluon has none
+
+FEW = ("sm80", "sm90", "sm100")
 D128: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 D64: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
 D256: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "softcap": 50.0}
@@ -154,6 +199,11 @@ CASES: dict[str, Case] = {
     "decode d64 window sinks": attention(paged_kernel, 1, 8192, 16, **D64, window=128),
     "decode d256 softcap": attention(paged_kernel, 1, 8192, 16, **D256),
     "verify 8 d128": attention(paged_kernel, 8, 8192, 16, **D128, lse=True),
+    "decode d64": attention(paged_kernel, 1, 8192, 16, **(D64 | {"sinks": False})),
+    # few requests have another tile than many
+    "decode d128 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **D128),
+    "decode d64 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **(D64 | {"sinks": False})),
+    "verify 8 d128 1 request": attention(paged_kernel, 8, 8192, 16, requests=1, archs=FEW, **D128),
     "prefill d128": attention(prefill_kernel, 4096, 4096, None, **D128, lse=True),
     "prefill d128 float16": attention(prefill_kernel, 4096, 4096, None, **D128, dtype=torch.float16),
     "prefill d64 window sinks": attention(prefill_kernel, 4096, 4096, None, **D64, window=128),
@@ -161,11 +211,25 @@ CASES: dict[str, Case] = {
     "prefill d256 softcap": attention(prefill_kernel, 4096, 4096, None, **D256),
     "chunk d128": attention(chunk_kernel, 2048, 8192, 16, **D128),
     "chunk d128 fp8": attention(chunk_kernel, 2048, 8192, 64, **D128, kv_dtype="fp8"),
+    "hopper prefill d128": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D128, lse=True),
+    "hopper prefill d64 window sinks": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D64, window=128),
+    "hopper prefill 192/128": attention(
+        hopper_kernel, 4096, 4096, None, archs=HOPPER, num_heads=16, head_dim=192, v_head_dim=128
+    ),
+    "hopper chunk d128": attention(hopper_chunk_kernel, 2048, 8192, 16, archs=HOPPER, **D128),
+    "mla decode 16 heads": latent(mla_decode, 1, 64, num_heads=16),
+    "mla decode 16 heads page 1": latent(mla_decode, 1, 1, num_heads=16),
+    "mla decode 16 heads fp8": latent(mla_decode, 1, 64, num_heads=16, kv_dtype="fp8"),
+    "mla decode 128 heads": latent(mla_decode, 1, 64, num_heads=128),
+    "mla verify 4 16 heads": latent(mla_decode, 4, 16, num_heads=16),
+    "hopper mla decode 16 heads": latent(mla_decode_hopper, 1, 64, HOPPER, num_heads=16),
+    "hopper mla verify 4 128 heads": latent(mla_decode_hopper, 4, 16, HOPPER, num_heads=128),
     "merge 2 d128": merging(2, 8192, 32, 128),
     "cache d128": caching(Layer.gqa(**D128)),
     "cache d128 fp8": caching(Layer.gqa(**D128, kv_dtype=torch.float8_e4m3fn)),
     "cache mla": caching(Layer.mla(num_heads=16)),
     "tables": listing(),
+    **{name: Case(run) for name, run in compile_states.CALLS.items()},
 }
 
 

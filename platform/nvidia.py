@@ -74,7 +74,7 @@ PRODUCTS: Mapping[str, Product] = {
     )
 }
 
-ORDER: Mapping[str, tuple[str, ...]] = order("flash_attn", "triton", "hip", "torch")
+ORDER: Mapping[str, tuple[str, ...]] = order("flash_attn", "flash_mla", "triton", "hip", "torch")
 
 
 def parse(name: str) -> Arch | None:

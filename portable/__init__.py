@@ -7,6 +7,9 @@ attn.write(k, v, cache, plan)
 out = attn.run(q, cache, plan, k=k, v=v).out
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from portable.attention import Attention, available_kernels
 from portable.batch import Batch
 from portable.cache import allocate_cache
@@ -18,6 +21,13 @@ from portable.order import Split
 from portable.platform.detect import describe, detect
 from portable.platform.target import Target
 from portable.select import Choice, select
+
+if TYPE_CHECKING:
+    from portable.mamba_copies import RunningStates
+    from portable.mamba_run import Mamba, StatePools, allocate_states
+    from portable.mla_attention import MlaAttention
+    from portable.mla_weights import MlaWeights
+    from portable.states import SsmTensors
 
 __version__ = "0.1.0"
 
@@ -31,12 +41,19 @@ __all__ = [
     "KernelCaps",
     "Layer",
     "LayerTensors",
+    "Mamba",
+    "MlaAttention",
+    "MlaWeights",
     "Needs",
     "Op",
+    "RunningStates",
     "Split",
+    "SsmTensors",
+    "StatePools",
     "Target",
     "UnsupportedError",
     "allocate_cache",
+    "allocate_states",
     "available_kernels",
     "copy_pages",
     "describe",
@@ -44,3 +61,23 @@ __all__ = [
     "merge_states",
     "select",
 ]
+
+_LATER = {  # imported at their first use
+    "Mamba": "mamba_run",
+    "MlaAttention": "mla_attention",
+    "MlaWeights": "mla_weights",
+    "RunningStates": "mamba_copies",
+    "SsmTensors": "states",
+    "StatePools": "mamba_run",
+    "allocate_states": "mamba_run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'portable' has no attribute {name!r}")
+    return getattr(import_module(f"portable.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

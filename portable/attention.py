@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.kernel import AttnOut, Kernel, Needs, Op
+from portable.kernel import KV, PAGES, AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.mha import MhaPlan
 from portable.packages import Package, installed
@@ -101,6 +102,8 @@ class Attention:
         page_size: tokens per page of their caches.
         device: a torch device or its name, or None for the best of this machine (`PORTABLE_DEVICE`).
         max_reqs, max_tokens, max_seq_len: the largest step that will be planned.
+        num_pages: pages of a cache, where it is known: a kernel that cannot address them all is not chosen. Without it
+            such a kernel refuses the cache when it runs.
         backend: a provider or kernel name to use, or "op=name,..."; None for `PORTABLE_BACKEND` or the best.
 
     Raises:
@@ -126,6 +129,7 @@ class Attention:
         max_reqs: int = 256,
         max_tokens: int = 8192,
         max_seq_len: int = 131072,
+        num_pages: int | None = None,
         backend: str | None = None,
     ) -> None:
         if layer.family != "gqa":
@@ -142,8 +146,9 @@ class Attention:
         self.target = detect(device)
         self.device = torch.device(self.target.device)
         requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
-        self._kernels = Kernels(self.target, layer, requested)
+        self._kernels = Kernels(self.target, layer, requested, num_pages)
         self._slots: dict[int, Slot] = {}
+        self._plans: dict[int, MhaPlan] = {}  # the newest of each slot, by the slot's handle
         causal, longest = layer.causal, next_power_of_2(max_seq_len)
         usual = {
             "decode": (Op.PAGED, Needs(causal, page_size, query_len=1, seq_len=longest)),
@@ -189,7 +194,63 @@ class Attention:
             parts = (local(parts[0], self.layer.chunk),)
         if slot not in self._slots:
             self._slots[slot] = Slot(self.layer, self._kernels)
-        return self._slots[slot].renew(parts)
+        plan = self._slots[slot].renew(parts)
+        self._plans[plan.handle] = plan
+        return plan
+
+    def warmup(
+        self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True, cache: KV | None = None,
+        tensors: LayerTensors | None = None,
+    ) -> int:  # fmt: skip
+        """Compile all that steps of this object's limits launch, and load it for the life of the process.
+
+        Kernels of vendors that compile at their first call are tested now, and others chosen for those that fail. A
+        graph can be captured afterwards: what is cold then is a RuntimeError. What was compiled is kept on disk too
+        (`PORTABLE_CACHE_DIR`), so that the next process only loads it.
+
+        Args:
+            query_lens: the new tokens per request of the steps to come, (1,) for decodes alone; None: any.
+            return_lse: whether `run` will be asked for an LSE.
+            cache: pages like those to come, where they are not as `allocate_cache` makes them.
+            tensors: the like of those to come; None: a layer's sinks and slopes, and scales per tensor of an fp8 cache.
+
+        Returns:
+            The number of kernels that were compiled, or read from disk.
+
+        >>> layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+        >>> Attention(layer, page_size=4, device="cpu").warmup()  # nothing is compiled there
+        0
+        """
+        from portable import warmup
+
+        limits = warmup.Limits(
+            page_size=self.page_size, max_reqs=self.max_reqs, max_tokens=self.max_tokens, max_seq_len=self.max_seq_len
+        )
+        lens = limits.query_lens if query_lens is None else tuple(query_lens)
+        most = min(self.max_tokens, self.max_seq_len)
+        for length in lens:
+            if not 1 <= length <= most:
+                raise ValueError(f"query_lens holds {length}; lengths are 1 to {most}")
+        lses = (False, True) if return_lse else (False,)
+        for op, needs in warmup.needs(self.layer, limits, lens, lses):
+            self._kernels.choice(op, needs)
+        self._kernels.settle()
+        given = warmup.example(self.layer) if tensors is None else tensors
+        pages = tuple(warmup.caches(self.layer, self.page_size)) if cache is None else (KV(*cache),)
+        here = self.target.device != "cpu" or self.target.emulated
+        if not here or not any(kernel.caps.provider == warmup.OURS for kernel in load_kernels()):
+            return 0
+        launching = importlib.import_module("portable.backends.triton.launch")
+        return warmup.warm(
+            self.layer,
+            self._kernels,
+            lambda: launching.recorded(self.target),
+            lambda calls: int(launching.warmup(calls, self.device)),
+            warmup.steps(limits, lens),
+            pages,
+            given,
+            lses,
+        )
 
     def write(
         self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor | None], plan: MhaPlan,
@@ -230,10 +291,10 @@ class Attention:
         if (k is None) != (v is None):
             raise ValueError(f"{'k' if k is None else 'v'} is None; k and v come together")
         if out is None:
-            out = torch.empty((q.shape[0], layer.num_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+            out = q.new_empty((q.shape[0], layer.num_heads, layer.v_head_dim))
         lse = None
         if return_lse:
-            lse = torch.empty((layer.num_heads, q.shape[0]), dtype=torch.float32, device=q.device)
+            lse = q.new_empty((layer.num_heads, q.shape[0]), dtype=torch.float32)
         if cache is not None and not isinstance(cache, tuple):
             raise ValueError(f"cache is a {type(cache).__name__}; it must be the pair of K and V pages")
         k_cache, v_cache = (None, None) if cache is None else cache
@@ -256,21 +317,23 @@ class Attention:
     def _check_current(self, plan: MhaPlan) -> None:
         if torch.compiler.is_compiling():
             return
-        if not any(slot.plan is plan for slot in self._slots.values()):
+        if self._plans.get(plan.handle) is not plan:
             raise ValueError("plan is stale or another object's: a plan lives until the next plan() on its slot")
 
 
 class Kernels:
     """The kernel for each operation and bucket of a layer on a target, decided once."""
 
-    def __init__(self, target: Target, layer: Layer, requested: Request | None) -> None:
-        self.target, self.layer, self.requested = target, layer, requested
+    def __init__(self, target: Target, layer: Layer, requested: Request | None, num_pages: int | None = None) -> None:
+        self.target, self.layer, self.requested, self.num_pages = target, layer, requested, num_pages
         self.installed = installed(target, requested)
         self.verdicts = verdicts_on(target, self.installed)
         self._choices: dict[tuple[Op, Needs], Choice] = {}
 
     def choice(self, op: Op, needs: Needs) -> Choice:
         """The kernel, with the reasons against the others."""
+        if op in PAGES and self.num_pages is not None:
+            needs = replace(needs, num_pages=self.num_pages)
         key = (op, needs)
         if key not in self._choices:
             self._choices[key] = select(
@@ -290,4 +353,4 @@ class Kernels:
 
     def of(self, layer: Layer) -> Kernels:
         """The kernels of another layer on the same target."""
-        return Kernels(self.target, layer, self.requested)
+        return Kernels(self.target, layer, self.requested, self.num_pages)

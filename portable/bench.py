@@ -89,7 +89,7 @@ def measure_generate(model: str | None, max_new_tokens: int, rounds: int, device
         times["transformers"].append(padded())
     tokens = len(prompts) * max_new_tokens
     rates = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
-    kernels = {phase: choice.kernel.name for phase, choice in engine.attentions[layers[0]].choices.items()}
+    kernels = {phase: choice.kernel.name for phase, choice in engine.planners[layers[0]].choices.items()}
     return {
         "portable": {"tokens_per_second": rates["portable"], "how": ", ".join(dict.fromkeys(kernels.values()))},
         "transformers": {"tokens_per_second": rates["transformers"], "how": "generate, sdpa, left-padded"},

@@ -46,3 +46,16 @@ def allocate_cache(layer: Layer, num_pages: int, page_size: int, device: torch.d
     k_shape, v_shape = cache_shapes(layer, num_pages, page_size)
     k = torch.zeros(k_shape, dtype=layer.kv_dtype, device=device)
     return KV(k, None if v_shape is None else torch.zeros(v_shape, dtype=layer.kv_dtype, device=device))
+
+
+def token_bytes(layer: Layer) -> int:
+    """Bytes that one token takes in the cache of one layer.
+
+    >>> token_bytes(Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64)), token_bytes(Layer.mla(num_heads=128))
+    (512, 1152)
+    """
+    if layer.family in ("mamba1", "mamba2"):
+        return 0  # a state does not grow with the tokens
+    if layer.family == "mla":
+        return layer.latent_dim * layer.kv_dtype.itemsize
+    return layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * layer.kv_dtype.itemsize

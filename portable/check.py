@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any
+
 import torch
 
 from portable.batch import Batch
 from portable.cache import cache_shapes
 from portable.kernel import KV
 from portable.layer import Layer, LayerTensors
+from portable.mamba import MambaPlan
 from portable.sets import short
+from portable.states import SsmTensors
+
+_of = attrgetter("shape", "dtype", "device")
+
+
+def facts(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What the checks look at, hashable: equal facts and the same step need no second look."""
+    return tuple([None if each is None else _of(each) for each in tensors])
+
+
+def step_facts(batch: Batch) -> tuple[Any, ...]:
+    """What the checks look at in a step."""
+    paged = batch.block_table is not None
+    keys = 0 if paged else int(batch.host_seq_lens[: batch.num_reqs].sum())
+    return batch.padded_tokens, batch.page_size, paged, keys, batch.device
 
 
 def check_run(
@@ -97,3 +116,100 @@ def _like(
         raise ValueError(f"{name} is {short(tensor.dtype)}; the layer says {short(dtype)}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; the batch is on {device}")
+
+
+def check_mla_run(
+    layer: Layer,
+    batch: Batch,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    pages: torch.Tensor | None,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    tensors: LayerTensors,
+    out: torch.Tensor,
+) -> None:
+    """Raise a ValueError unless the arguments of one run of MLA fit the layer, the step and each other."""
+    q_nope, q_pe, kv_c, k_pe = new
+    (w_uk, w_uv), tokens, heads, device = weights, batch.padded_tokens, layer.num_heads, batch.device
+    nope, rope, rank, v_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank, layer.v_head_dim
+    _like("q_nope", q_nope, (tokens, heads, nope), layer.dtype, device)
+    _like("q_pe", q_pe, (tokens, heads, rope), layer.dtype, device)
+    _like("out", out, (tokens, heads, v_dim), layer.dtype, device)
+    _like("weights.w_uk", w_uk, (heads, nope, rank), layer.dtype, device)
+    _like("weights.w_uv", w_uv, (heads, v_dim, rank), layer.dtype, device)
+    if batch.block_table is not None and pages is None:
+        raise ValueError("cache is None; a batch with a block_table attends to the pages of the cache")
+    check_latents(layer, batch, kv_c, k_pe, None if batch.block_table is None else pages, tensors)
+
+
+def check_latents(
+    layer: Layer,
+    batch: Batch,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor | None,
+    pages: torch.Tensor | None,
+    tensors: LayerTensors,
+) -> None:
+    """Raise a ValueError unless the new tokens' latents fit the layer, the batch and the pages."""
+    _like("kv_c", kv_c, (batch.padded_tokens, layer.kv_lora_rank), layer.dtype, batch.device)
+    if k_pe is None:
+        raise ValueError("k_pe is None; kv_c and k_pe come together")
+    _like("k_pe", k_pe, (batch.padded_tokens, layer.qk_rope_head_dim), layer.dtype, batch.device)
+    if pages is not None:
+        check_cache(layer, KV(pages, None), batch)
+    for name, tensor in tensors._asdict().items():
+        if tensor is None:
+            continue
+        if name != "k_scale":
+            raise ValueError(f"tensors.{name} is given; an MLA layer has a k_scale alone, of its latents")
+        _like(f"tensors.{name}", tensor.reshape(-1), (1,), None, batch.device)
+
+
+def check_conv(
+    layer: Layer,
+    plan: MambaPlan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Raise a ValueError unless the arguments of one convolution fit the layer, the step and each other."""
+    channels, width, device = layer.conv_channels, layer.conv_width, plan.device
+    _like("x", x, (plan.padded_tokens, channels), layer.dtype, device)
+    _like("out", out, (plan.padded_tokens, channels), layer.dtype, device)
+    _like("weight", weight, (channels, width), None, device)
+    if bias is not None:
+        _like("bias", bias, (channels,), None, device)
+    _check_pool("the convolution's pool", pool, (width - 1, channels), None, plan)
+
+
+def check_scan(
+    layer: Layer,
+    plan: MambaPlan,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    pool: torch.Tensor,
+    tensors: SsmTensors,
+    out: torch.Tensor,
+) -> None:
+    """Raise a ValueError unless the arguments of one scan fit the layer, the step and each other."""
+    x, dt, b, c, z = given
+    tokens, heads, width, device = plan.padded_tokens, layer.num_heads, layer.qk_head_dim, plan.device
+    for name, tensor in (("x", x), ("out", out), *([] if z is None else [("z", z)])):
+        _like(name, tensor, (tokens, heads, width), layer.dtype, device)
+    _like("dt", dt, (tokens, heads), None, device)
+    for name, tensor in (("b", b), ("c", c)):
+        _like(name, tensor, (tokens, layer.num_groups, layer.state_dim), layer.dtype, device)
+    a = (heads, layer.state_dim) if layer.family == "mamba1" else (heads,)
+    _like("tensors.a", tensors.a, a, torch.float32, device)
+    for name, optional in (("d", tensors.d), ("dt_bias", tensors.dt_bias)):
+        if optional is not None:
+            _like(f"tensors.{name}", optional, (heads,), None, device)
+    _check_pool("the scan's pool", pool, (heads, width, layer.state_dim), layer.kv_dtype, plan)
+
+
+def _check_pool(
+    name: str, pool: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, plan: MambaPlan
+) -> None:
+    _like(name, pool, (len(pool), *shape), dtype, plan.device)
+    if len(pool) <= plan.max_slot:
+        raise ValueError(f"{name} has {len(pool)} slots; the step uses slot {plan.max_slot}")

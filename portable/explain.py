@@ -71,7 +71,8 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield f"target  {spell_target(self.target)}"
-        yield f"layer   {spell_layer(self.layer)}, page_size {self.page_size}"
+        pages = "" if self.layer.family in ("mamba1", "mamba2") else f", page_size {self.page_size}"
+        yield f"layer   {spell_layer(self.layer)}{pages}"
         for first, phases in _merged(self.rows):
             yield ""
             phase = f" ({', '.join(phases)})" if any(phases) else ""
@@ -126,13 +127,19 @@ def cases_of(layer: Layer, page_size: int, *, lse: bool = False, seq_len: int = 
     """The operations that a layer's family needs, with a typical need of each phase.
 
     >>> [f"{op} {phase}".strip() for op, phase, _ in cases_of(Layer.mla(num_heads=16), page_size=64)]
-    ['prefill', 'mla_decode decode', 'mla_decode verify', 'merge', 'cache_write', 'cache_gather']
+    ['prefill', 'mla_decode decode', 'mla_decode verify', 'prefill context', 'merge', 'cache_write', 'cache_gather']
 
-    Raises:
-        ValueError: a family that has no attention.
+    >>> [f"{op} {phase}".strip() for op, phase, _ in cases_of(Layer.mamba2(num_heads=80), page_size=64)]
+    ['conv1d', 'state_update decode', 'ssd prefill', 'state_copy']
     """
-    if layer.family not in ("gqa", "mla"):
-        raise ValueError(f"layer family is {layer.family!r}; it must be 'gqa' or 'mla'")
+    if layer.family in ("mamba1", "mamba2"):
+        needs = Needs()
+        return (
+            (Op.CONV1D, "", needs),
+            (Op.STATE_UPDATE, "decode", needs),
+            (Op.SSD, "prefill", needs),
+            (Op.STATE_COPY, "", needs),
+        )
 
     def paged(query_len: int) -> Needs:
         return Needs(layer.causal, page_size, query_len, seq_len, lse)
@@ -143,7 +150,12 @@ def cases_of(layer: Layer, page_size: int, *, lse: bool = False, seq_len: int = 
     if layer.family == "gqa":
         over_cache = ((Op.PAGED, "decode", paged(1)), (Op.PAGED, "verify", paged(8)), (Op.PAGED, "extend", paged(64)))
     else:
-        over_cache = ((Op.MLA_DECODE, "decode", paged(1)), (Op.MLA_DECODE, "verify", paged(8)))
+        context = Needs(False, None, seq_len, seq_len, lse=True)  # gathered and up-projected, then merged
+        over_cache = (
+            (Op.MLA_DECODE, "decode", paged(1)),
+            (Op.MLA_DECODE, "verify", paged(8)),
+            (Op.PREFILL, "context", context),
+        )
     return (
         (Op.PREFILL, "", prefill),
         *over_cache,
@@ -179,7 +191,14 @@ def spell_layer(layer: Layer) -> str:
 
     >>> spell_layer(Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64, window=16, sinks=True))
     'gqa, 8 heads on 2, head_dim 64, bfloat16, window (15, 0), sinks'
+    >>> spell_layer(Layer.mamba2(num_heads=80))
+    'mamba2, 80 heads of 64 in 1 groups, state_dim 128, conv_width 4, chunk 256, bfloat16, states float32'
     """
+    if layer.family in ("mamba1", "mamba2"):
+        shape = f"{layer.num_heads} heads of {layer.qk_head_dim} in {layer.num_groups} groups"
+        heads = f"{layer.num_heads} channels" if layer.family == "mamba1" else shape
+        sizes = f"state_dim {layer.state_dim}, conv_width {layer.conv_width}, chunk {layer.chunk}"
+        return f"{layer.family}, {heads}, {sizes}, {short(layer.dtype)}, states {short(layer.kv_dtype)}"
     parts = [f"{layer.family}, {layer.num_heads} heads on {layer.num_kv_heads}, head_dim {layer.qk_head_dim}"]
     parts += [f"v_head_dim {layer.v_head_dim}"] if layer.v_head_dim != layer.qk_head_dim else []
     parts += [f"latent {layer.latent_dim}"] if layer.family == "mla" else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,12 +12,21 @@ import torch
 
 from portable.attention import Attention
 from portable.batch import Batch
-from portable.cache import allocate_cache
+from portable.cache import allocate_cache, token_bytes
+from portable.generate_states import FAMILIES as RECURRENT
+from portable.generate_states import Recurrent
 from portable.kernel import KV
 from portable.layer import Layer, LayerTensors
+from portable.mamba_run import Mamba
 from portable.mha import MhaPlan
+from portable.mla import MlaPlan
+from portable.mla_attention import MlaAttention
+from portable.mla_weights import MlaWeights
 from portable.model_attention import Call, answering
+from portable.model_mamba import answering_states
+from portable.prefix import PrefixScheduler
 from portable.schedule import Chunk, Request, Scheduler
+from portable.state_slots import StateSlots
 
 POOL_BYTES = 4 << 30  # the most that a pool takes when its size is left to us
 
@@ -74,7 +84,7 @@ class Sampling:
 
 
 class Engine:
-    """A model, its pages, and one `Attention` for each kind of layer.
+    """A model, its pages, and one `Attention` or `MlaAttention` for each kind of layer.
 
     Args:
         model: loaded by `portable.models.load_model`.
@@ -85,6 +95,7 @@ class Engine:
         max_seq_len: the longest sequence, prompt and answer.
         device: as for `Attention`; None for the model's.
         backend: as for `Attention`.
+        prefix_caching: keep pages, and states at their ends, for requests that begin with the same tokens.
 
     Raises:
         ValueError, UnsupportedError: a size below 1, an unknown backend, or a layer that no kernel serves.
@@ -103,31 +114,59 @@ class Engine:
         stop_ids: Iterable[int] = (),
         device: torch.device | str | None = None,
         backend: str | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
         self.layers = tuple(layers)
         self.caches = allocate_caches(self.layers, num_pages, page_size, self.device)
-        self.scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            max_reqs=max_reqs,
-            stop_ids=frozenset(stop_ids),
-        )
-        self.attentions = {
-            layer: Attention(
-                layer,
-                page_size=page_size,
+        recurrent = any(layer.family in RECURRENT for layer in self.layers)
+        of_scheduler: dict[str, Any] = {
+            "num_pages": num_pages,
+            "page_size": page_size,
+            "prefill_chunk": prefill_chunk,
+            "max_reqs": max_reqs,
+            "stop_ids": frozenset(stop_ids),
+        }
+        slots: StateSlots | None = None
+        if recurrent and prefix_caching:
+            slots = StateSlots(
+                max_reqs=max_reqs, num_checkpoints=4 * max_reqs, block_size=page_size, max_seq_len=max_seq_len
+            )
+        self.scheduler = PrefixScheduler(slots=slots, **of_scheduler) if prefix_caching else Scheduler(**of_scheduler)
+        self.recurrent: Recurrent | None = None
+        if recurrent:
+            self.recurrent = Recurrent(
+                self.layers,
                 device=self.device if device is None else device,
                 max_reqs=max_reqs,
                 max_tokens=prefill_chunk + max_reqs,
-                max_seq_len=max_seq_len,
+                slots=slots,
                 backend=backend,
             )
-            for layer in dict.fromkeys(self.layers)
+        sizes: dict[str, Any] = {
+            "page_size": page_size,
+            "device": self.device if device is None else device,
+            "max_reqs": max_reqs,
+            "max_tokens": prefill_chunk + max_reqs,
+            "max_seq_len": max_seq_len,
+            "backend": backend,
         }
+        self.attentions: dict[Layer, Attention | MlaAttention] = {
+            layer: (MlaAttention if layer.family == "mla" else Attention)(layer, **sizes)
+            for layer in dict.fromkeys(self.layers)
+            if layer.family not in RECURRENT
+        }
+        self.weights = up_projections(model, self.layers)
         self.stats = Stats()
+
+    @property
+    def planners(self) -> Mapping[Layer, Attention | MlaAttention | Mamba]:
+        """What plans each kind of layer, in the order in which the model has them first."""
+        found: dict[Layer, Attention | MlaAttention | Mamba] = {**self.attentions}
+        if self.recurrent is not None:
+            found |= self.recurrent.mambas
+        return {layer: found[layer] for layer in dict.fromkeys(self.layers)}
 
     def generate(
         self, requests: Iterable[Request], sampling: Sampling | None = None, on_logits: OnLogits | None = None
@@ -180,7 +219,12 @@ class Engine:
             if chunk.samples:
                 last.append(len(ids) - 1)
         inputs = torch.tensor([ids, positions], device=self.device)
-        with answering(self._answer(self._plan(chunks))):
+        batch = self._batch(chunks)
+        plans = {layer: attention.plan(batch) for layer, attention in self.attentions.items()}
+        with ExitStack() as stack:
+            stack.enter_context(answering(self._answer(plans)))
+            if self.recurrent is not None:
+                stack.enter_context(answering_states(self.recurrent.plan(batch, chunks)))
             output = self.model(
                 input_ids=inputs[:1],
                 position_ids=inputs[1:],
@@ -195,27 +239,32 @@ class Engine:
             on_logits(requests, logits)
         return [Token(request, id) for request, id in zip(requests, sampling(logits, requests), strict=True)]
 
-    def _plan(self, chunks: list[Chunk]) -> dict[Layer, MhaPlan]:
+    def _batch(self, chunks: list[Chunk]) -> Batch:
         scheduler = self.scheduler
         seq_lens = [chunk.start + chunk.length for chunk in chunks]
         width = -(-max(seq_lens) // scheduler.page_size)
-        batch = Batch.from_lens(
+        return Batch.from_lens(
             query_lens=[chunk.length for chunk in chunks],
             seq_lens=seq_lens,
             block_table=scheduler.block_table[[chunk.request.row for chunk in chunks], :width],
             page_size=scheduler.page_size,
             device=self.device,
         )
-        return {layer: attention.plan(batch) for layer, attention in self.attentions.items()}
 
-    def _answer(self, plans: dict[Layer, MhaPlan]) -> Callable[[Call], torch.Tensor]:
+    def _answer(self, plans: dict[Layer, MhaPlan | MlaPlan]) -> Callable[[Call], torch.Tensor]:
         """The attention of this step: write the new tokens to their pages, then attend."""
-        bound: list[tuple[Attention, MhaPlan, KV]] = [
-            (self.attentions[layer], plans[layer], cache) for layer, cache in zip(self.layers, self.caches, strict=True)
-        ]
 
         def answer(call: Call) -> torch.Tensor:
-            attention, plan, cache = bound[call.layer_idx]
+            layer, cache = self.layers[call.layer_idx], self.caches[call.layer_idx]
+            attention, plan = self.attentions[layer], plans[layer]
+            if isinstance(attention, MlaAttention):
+                assert isinstance(plan, MlaPlan) and call.latents is not None
+                q_nope, q_pe = call.q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
+                k_pe = call.k[:, 0, layer.qk_nope_head_dim :]  # the same in every head
+                attention.write(call.latents, k_pe, cache, plan)
+                weights = self.weights[call.layer_idx]
+                return attention.run(q_nope, q_pe, call.latents, k_pe, cache, plan, weights).out
+            assert isinstance(plan, MhaPlan)
             tensors = LayerTensors(sinks=call.sinks)
             attention.write(call.k, call.v, cache, plan, tensors)
             return attention.run(call.q, cache, plan, k=call.k, v=call.v, tensors=tensors).out
@@ -223,14 +272,26 @@ class Engine:
         return answer
 
 
+def up_projections(model: Any, layers: Sequence[Layer]) -> dict[int, MlaWeights]:
+    """The up-projection of each MLA layer, by its index."""
+    return {
+        module.layer_idx: MlaWeights.from_kv_b_proj(module.kv_b_proj, layers[module.layer_idx])
+        for module in model.modules()
+        if hasattr(module, "kv_b_proj") and layers[module.layer_idx].family == "mla"
+    }
+
+
 def allocate_caches(layers: Sequence[Layer], num_pages: int, page_size: int, device: torch.device | str) -> list[KV]:
     """The pages of each layer, or a ValueError that says how much they would take."""
     try:
-        return [allocate_cache(layer, num_pages, page_size, device) for layer in layers]
+        return [
+            KV(torch.empty(0), None)  # its states are kept elsewhere
+            if layer.family in RECURRENT
+            else allocate_cache(layer, num_pages, page_size, device)
+            for layer in layers
+        ]
     except (MemoryError, RuntimeError) as error:
-        bytes_each = sum(
-            layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * layer.kv_dtype.itemsize for layer in layers
-        )
+        bytes_each = sum(map(token_bytes, layers))
         raise ValueError(
             f"num_pages {num_pages} of page_size {page_size} take {num_pages * page_size * bytes_each >> 30} GiB, "
             f"which {device} does not have; ask for fewer or smaller pages"
@@ -247,5 +308,4 @@ def enough_pages(
     5
     """
     wanted = [-(-(len(r.prompt) + r.max_new_tokens - 1) // page_size) for r in requests]
-    widths = (layer.num_kv_heads * (layer.qk_head_dim + layer.v_head_dim) * layer.kv_dtype.itemsize for layer in layers)
-    return max(max(wanted), min(sum(wanted), max_bytes // (page_size * sum(widths))))
+    return max(max(wanted), min(sum(wanted), max_bytes // max(1, page_size * sum(map(token_bytes, layers)))))

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="a device's name in torch, or emulated:ARCH (default: the best of this machine)")
     add("--dtype", choices=sorted(DTYPES), help="of the model (default: float32 on a CPU, else bfloat16)")
     add("--backend", metavar="NAME", help="force a backend or kernel, or op=name,... (default: the best)")
+    add("--prefix-caching", action="store_true", help="keep pages and states for prompts that begin alike")
     add("--check", action="store_true", help="compare with transformers' eager attention, greedy in float32")
     add("--json", action="store_true", help="print one JSON document, nothing else")
 
@@ -100,6 +101,7 @@ def prepare(args: argparse.Namespace) -> Job:
         stop_ids=stop,
         device=args.device,
         backend=args.backend,
+        prefix_caching=args.prefix_caching,
     )
     for request in requests:
         engine.scheduler.check(request)

@@ -152,10 +152,11 @@ def document(job: Job, checks: list[dict[str, Any]] | None) -> dict[str, Any]:
         "kernels": [
             {
                 "layers": [i for i, other in enumerate(engine.layers) if other == layer],
+                "family": layer.family,
                 "window": layer.window[0],
                 **{phase: _choice(choice) for phase, choice in attention.choices.items()},
             }
-            for layer, attention in engine.attentions.items()
+            for layer, attention in engine.planners.items()
         ],
         "tokens_per_second": stats.tokens_per_second,
         "load_seconds": job.load_seconds,
@@ -172,15 +173,20 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
+RECURRENT = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
+
+
 def kernel_lines(engine: Engine) -> Iterator[str]:
     """Which kernel serves each phase, and why: a line each, for each kind of layer."""
-    for layer, attention in engine.attentions.items():
-        kind = f" ({_kind(layer)})" if len(engine.attentions) > 1 else ""
+    for layer, attention in engine.planners.items():
+        kind = f" ({_kind(layer)})" if len(engine.planners) > 1 else ""
         for phase, choice in attention.choices.items():
             yield f"{phase.replace('_', ' ')}{kind}: {choice.kernel.name}, {why(choice)}"
 
 
 def _kind(layer: Layer) -> str:
+    if layer.family in RECURRENT:
+        return RECURRENT[layer.family]
     return "full attention" if layer.window[0] is None else f"window of {layer.window[0] + 1}"
 
 

@@ -4,12 +4,27 @@ A backend is a tuple `KERNELS` of `Kernel` values. How `run` is called depends o
 
     PREFILL, PAGED  run(q, kv, segment, layer, tensors, out, lse)    kv: contiguous K/V, or the pages
     MLA_DECODE      run(q, kv, segment, layer, tensors, out, lse)    q [T, H, rank + rope], kv.k the latent pages
-    MERGE           run(outs, lses, sinks, out, lse)                 any number of parts, as `merge_states`
+    MERGE           run(outs, lses, sinks, out, lse)                 any number of parts, as `merge_states`;
+                                                                     `out` may be one of `outs`, `lse` is none of `lses`
     CACHE_WRITE     run(k, v, kv, slot_mapping, layer, tensors)
     CACHE_GATHER    run(kv, segment, layer, tensors) -> KV           packed [Tk, Hkv, D] in the layer's dtype
     CACHE_COPY      run(source, target, pages, layer)                pages [n, 2] i64, (from, to); negative: no copy
 
 For MLA, CACHE_WRITE takes k [T, rank + rope] and no v, or k [T, rank] and v [T, rope].
+
+Recurrent layers; `states` is what `portable.states` says a kernel sees, and T its tokens. All [T, ...] may be strided
+views with unit last stride. Pools hold any float type; a slot's memory is dense, the slots may lie apart.
+
+    CONV1D          run(x, weight, bias, pool, states, out, silu)    x, out [T, C], weight [C, W], bias [C] or None;
+                                                                     pool [slots, W - 1, C], the newest input last
+    SSD             run(x, dt, b, c, z, pool, states, layer, tensors, out)    states: PrefillStates
+    STATE_UPDATE    run(x, dt, b, c, z, pool, states, layer, tensors, out)    states: DecodeStates
+    STATE_COPY      run(pools, copies)                               copies [n, 2] i64, (from, to); negative: no copy
+
+x, z and out are [T, H, P] (z or None), dt [T, H], b and c [T, G, N], pool [slots, H, P, N] and `tensors` a SsmTensors:
+state = exp(dt a) state + dt x b, out = (state c + d x) silu(z). Mamba-1 has a head per channel, so P is 1.
+CONV1D takes both kinds of states. STATE_COPY copies the same pairs in every pool, in the order of the list, so a slot
+may be read and then written.
 
 `out` [T, H, Dv] and `lse` [H, T] f32 (or None) are written in place and may be strided views; nothing is returned.
 """
@@ -53,6 +68,7 @@ class Op(str, Enum):
 
 ATTENTION = frozenset({Op.PREFILL, Op.PAGED, Op.MLA_DECODE})
 PAGES = frozenset({Op.PAGED, Op.MLA_DECODE, Op.CACHE_WRITE, Op.CACHE_GATHER, Op.CACHE_COPY})
+RECURRENT = frozenset({Op.CONV1D, Op.SSD, Op.STATE_UPDATE})
 FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "noncausal", "lse", "batch_invariant"})
 
 
@@ -122,6 +138,7 @@ class Needs:
     seq_len: int = 1
     lse: bool = False
     graph: GraphLevel = GraphLevel.NEVER
+    num_pages: int | None = None  # of the cache; None where it is not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,21 +176,27 @@ class KernelCaps:
     emulated: bool = False  # runs where device code is interpreted on CPU tensors
     requires: tuple[Requires, ...] = ()
     dtypes: Container[torch.dtype] = frozenset()
-    kv_dtypes: Container[torch.dtype] = frozenset()  # beyond the layer's own dtype
+    kv_dtypes: Container[torch.dtype] = frozenset()  # beyond the layer's own dtype; of states as well
     head_dims: Sizes = NO_SIZE  # of q and k
     v_head_dims: Sizes | None = None  # None: as head_dims
     equal_value_dim: bool = False  # V must be as wide as K
     gqa_ratios: Sizes = NO_SIZE
+    num_heads: Sizes = ANY_SIZE  # query heads
     query_lens: Sizes = ANY_SIZE  # per request
+    uniform: bool = False  # all requests of a call have as many query tokens
     page_sizes: Sizes = NO_SIZE
     page_form: str = "table"  # or "csr"
     cache_layouts: Collection[str] = ("strided",)
+    families: Container[str] = frozenset()  # of recurrent layers
+    state_dims: Sizes = NO_SIZE
+    conv_widths: Sizes = NO_SIZE
     features: frozenset[str] = frozenset()
     lse: LseForm = LseForm()
     graph: GraphLevel = GraphLevel.NEVER
     pad_slot: int = -1  # what a padded row holds in slot_mapping and state_indices
     padded_seq_len: int = 0  # what a padded row holds in seq_lens
     max_block_id: int | None = None
+    max_tensor_bytes: int | None = None  # that its offsets into q, K or V reach, where they have 32 bits
     max_seq_len: int | None = None
     tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)  # of |error| beside a float64 oracle
     # keyword arguments of Layer.gqa or Layer.mla that the contract test adds to its own
@@ -230,6 +253,8 @@ class Kernel:
             self._ask_pages(layer, needs, ask)
         if caps.op in ATTENTION:
             self._ask_attention(layer, needs, ask)
+        if caps.op in RECURRENT:
+            self._ask_states(layer, ask)
         if needs.graph > caps.graph:
             ask(True, f"graph level {needs.graph.name} is above {caps.graph.name}")
         return tuple(reasons)
@@ -246,11 +271,39 @@ class Kernel:
         )
         if needs.page_size is not None:
             ask(caps.page_sizes.why_not("page_size", needs.page_size))
+        if needs.num_pages is not None:
+            self._ask_reach(layer, needs.num_pages, needs.page_size or 1, ask)
+
+    def _ask_reach(self, layer: Layer, num_pages: int, page_size: int, ask: Callable[..., None]) -> None:
+        """Whether it can address every page; a cache with gaps between its pages is looked at when it is there."""
+        caps, last = self.caps, num_pages - 1
+        if caps.max_block_id is not None:
+            ask(last > caps.max_block_id, f"page {last} is above {caps.max_block_id}, the last that it can address")
+        if caps.max_tensor_bytes is not None:
+            heads = 1 if layer.family == "mla" else layer.num_kv_heads
+            size = num_pages * page_size * heads * max(head_dims(caps.op, layer)) * layer.kv_dtype.itemsize
+            ask(
+                size > caps.max_tensor_bytes,
+                f"{num_pages} pages have {size} bytes, above the {caps.max_tensor_bytes} that it can address",
+            )
+
+    def _ask_states(self, layer: Layer, ask: Callable[..., None]) -> None:
+        caps = self.caps
+        ask(layer.family not in caps.families, f"family {layer.family!r} is not {listed(caps.families)}")
+        ask(
+            layer.kv_dtype != layer.dtype and layer.kv_dtype not in caps.kv_dtypes,
+            f"state dtype {short(layer.kv_dtype)} is not {listed(caps.kv_dtypes)}",
+        )
+        if caps.op is Op.CONV1D:
+            ask(caps.conv_widths.why_not("conv_width", layer.conv_width))
+        else:
+            ask(caps.state_dims.why_not("state_dim", layer.state_dim))
 
     def _ask_attention(self, layer: Layer, needs: Needs, ask: Callable[..., None]) -> None:
         caps = self.caps
         ratio = layer.num_heads if caps.op is Op.MLA_DECODE else layer.group
         ask(caps.gqa_ratios.why_not("GQA ratio", ratio))
+        ask(caps.num_heads.why_not("num_heads", layer.num_heads))
         ask(caps.query_lens.why_not("query length", needs.query_len))
         if caps.max_seq_len is not None:
             ask(needs.seq_len > caps.max_seq_len, f"sequence length {needs.seq_len} is above {caps.max_seq_len}")

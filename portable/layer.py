@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import torch
 
-Family = Literal["gqa", "mla", "mamba2"]
+Family = Literal["gqa", "mla", "mamba1", "mamba2"]
 Window = tuple[int | None, int | None]  # (left, right) keys beside the diagonal, inclusive; None = open
 CACHE_LAYOUTS = ("strided", "k_packed", "shuffled")
 
@@ -22,7 +22,7 @@ class UnsupportedError(ValueError):
 class Layer:
     """The facts of an attention (or state-space) layer that choose its kernels.
 
-    Build one with `Layer.gqa`, `Layer.mla` or `Layer.mamba2`.
+    Build one with `Layer.gqa`, `Layer.mla`, `Layer.mamba1` or `Layer.mamba2`.
 
     >>> layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     >>> layer.group, layer.v_head_dim, round(layer.scale, 4)
@@ -200,10 +200,53 @@ class Layer:
             num_groups=num_groups,
         )
 
+    @classmethod
+    def mamba1(
+        cls,
+        *,
+        num_channels: int,
+        state_dim: int = 16,
+        conv_width: int = 4,
+        chunk: int = 256,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> Layer:
+        """A Mamba-1 (selective scan) layer: a head of width 1 per channel, all in one group.
+
+        >>> layer = Layer.mamba1(num_channels=1536)
+        >>> layer.num_heads, layer.qk_head_dim, layer.num_groups
+        (1536, 1, 1)
+        """
+        layer = cls.mamba2(
+            num_heads=num_channels,
+            head_dim=1,
+            state_dim=state_dim,
+            conv_width=conv_width,
+            chunk=chunk,
+            dtype=dtype,
+            state_dtype=state_dtype,
+        )
+        return replace(layer, family="mamba1")
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """MLA: width of the part of a head's key that comes from the latent."""
+        return self.qk_head_dim - self.qk_rope_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Mamba: channels of the causal convolution, B and C beside x in Mamba-2.
+
+        >>> Layer.mamba2(num_heads=80).conv_channels, Layer.mamba1(num_channels=1536).conv_channels
+        (5376, 1536)
+        """
+        both = 2 * self.num_groups * self.state_dim if self.family == "mamba2" else 0
+        return self.num_heads * self.qk_head_dim + both
 
     @property
     def latent_dim(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from portable.batch import Batch
-from portable.kernel import Kernel, Needs, Op, Segment
+from portable.kernel import PAGES, Kernel, Needs, Op, Segment
 from portable.layer import Layer
 from portable.order import is_ordered, split
 from portable.ragged import next_power_of_2
@@ -36,7 +36,7 @@ def plan_segments(batch: Batch, layer: Layer, choose: Choose, *, contiguous: boo
     pages. A batch whose requests are in another order is right too, as a single segment over the pages.
     """
     return tuple(
-        _segment(batch, layer, choose, requests, op, lse)
+        segment_of(batch, layer, choose, requests, op, lse)
         for requests, op in _regions(batch, contiguous)
         if batch.host_cu_seqlens_q[requests.stop] > batch.host_cu_seqlens_q[requests.start]
     )
@@ -58,7 +58,8 @@ def _regions(batch: Batch, contiguous: bool) -> Iterator[tuple[slice, Op]]:
     yield first, Op.PREFILL if contiguous and whole else Op.PAGED
 
 
-def _segment(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op, lse: bool) -> Segment:
+def segment_of(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op, lse: bool) -> Segment:
+    """Consecutive requests of the batch, over their pages or over the contiguous K/V of the step."""
     cu = batch.host_cu_seqlens_q
     tokens = slice(int(cu[requests.start]), int(cu[requests.stop]))
     query_lens, seq_lens = batch.query_lens[requests], batch.host_seq_lens[requests]
@@ -68,7 +69,7 @@ def _segment(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op
         op,
         Needs(
             causal=layer.causal and causal is True,
-            page_size=batch.page_size if op is Op.PAGED else None,
+            page_size=batch.page_size if op in PAGES else None,
             query_len=next_power_of_2(max_query_len),
             seq_len=next_power_of_2(max_seq_len),
             lse=lse,
@@ -81,7 +82,7 @@ def _segment(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op
         tokens=tokens,
         cu_seqlens_q=cu_seqlens_q - tokens.start if tokens.start else cu_seqlens_q,
         seq_lens=batch.seq_lens[requests],
-        block_table=batch.block_table[requests] if op is Op.PAGED and batch.block_table is not None else None,
+        block_table=batch.block_table[requests] if op in PAGES and batch.block_table is not None else None,
         page_size=batch.page_size,
         causal=causal if layer.causal else False,
         max_query_len=max_query_len,

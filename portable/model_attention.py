@@ -16,6 +16,8 @@ import torch
 from portable.layer import UnsupportedError
 
 NAME = "portable"
+LATENTS = "portable_latents"  # where a layer keeps them between its projection and its attention
+WIDTHS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # what a latent-attention layer knows of its heads
 
 
 class Call(NamedTuple):
@@ -29,6 +31,8 @@ class Call(NamedTuple):
     sliding_window: int | None
     softcap: float | None
     sinks: torch.Tensor | None  # [H]
+    latents: torch.Tensor | None = None  # [T, rank]: what the layer's `kv_b_proj` made k and v of
+    module: Any = None  # the attention layer
 
 
 Answer = Callable[[Call], torch.Tensor]  # [T, H, Dv]
@@ -81,8 +85,39 @@ def attend(
         if asked:
             raise UnsupportedError(f"{type(module).__name__} asks for {name}, which is not supported")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = answer(Call(module.layer_idx, q, k, v, scaling, sliding_window, softcap, s_aux))  # type: ignore[arg-type]
-    return out.unsqueeze(0), None
+    latents = module.__dict__.pop(LATENTS, None)
+    call = Call(module.layer_idx, q, k, v, scaling, sliding_window, softcap, s_aux, latents, module)  # type: ignore[arg-type]
+    return answer(call).unsqueeze(0), None
+
+
+def watch_latents(model: torch.nn.Module) -> None:
+    """Keep what the up-projection of each latent-attention layer is given, for the layer's call; again, no change.
+
+    transformers hands its attention function the heads, in the layout of every other model; the latents that the cache
+    is to hold are what went into `kv_b_proj` before.
+    """
+    for module in model.modules():
+        up = getattr(module, "kv_b_proj", None)
+        if isinstance(up, torch.nn.Module) and all(hasattr(module, width) for width in WIDTHS):
+            watch = _Watch(module)
+            if watch not in up._forward_pre_hooks.values():
+                up.register_forward_pre_hook(watch)
+
+
+class _Watch:
+    """A hook that leaves the latents with the layer; equal to another one of the same layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, up: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        self.layer.__dict__[LATENTS] = given[0].reshape(-1, given[0].shape[-1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Watch) and other.layer is self.layer
+
+    def __hash__(self) -> int:
+        return id(self.layer)
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

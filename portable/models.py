@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from portable.layer import Layer, UnsupportedError
-from portable.model_attention import NAME, Call, answering, register
+from portable.model_attention import NAME, WIDTHS, Call, answering, register, watch_latents
+from portable.model_mamba import MODEL_TYPES, Bound, answering_states, install
 
 SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -174,11 +175,14 @@ def one_line(error: BaseException) -> str:
 def refuse_config(config: Any) -> None:
     """ModelError for a model whose tokens see each other in a way that paged causal attention does not cover."""
     text = config.get_text_config(decoder=True)
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYERS)
+    recurrent = {"linear_attention"} if config.model_type in MODEL_TYPES else set()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYERS - recurrent)
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
     elif getattr(text, "attention_chunk_size", None) is not None:
         why = f"attention_chunk_size is {text.attention_chunk_size} (local attention)"
+    elif getattr(text, "index_topk", None) is not None:
+        why = f"index_topk is {text.index_topk} (each query attends to the keys that an indexer picks)"
     elif kinds:
         why = f"its layer_types hold {', '.join(kinds)}"
     elif getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
@@ -202,22 +206,17 @@ def discover_layers(model: Any) -> list[Layer]:
     def record(call: Call) -> torch.Tensor:
         if call.layer_idx in found:
             raise ModelError(f"model type {config.model_type!r} attends twice in layer {call.layer_idx}")
-        found[call.layer_idx] = Layer.gqa(
-            num_heads=call.q.shape[1],
-            num_kv_heads=call.k.shape[1],
-            head_dim=call.k.shape[2],
-            v_head_dim=call.v.shape[2],
-            scale=call.scale,
-            dtype=call.q.dtype,
-            window=(None, None) if call.sliding_window is None else call.sliding_window,
-            softcap=call.softcap,
-            sinks=call.sinks is not None,
-        )
+        found[call.layer_idx] = _layer_of(call)
         return call.q.new_zeros(1, call.q.shape[1], call.v.shape[2])
 
+    watch_latents(model)
+    try:
+        recurrent = install(model)
+    except UnsupportedError as error:
+        raise ModelError(f"model type {config.model_type!r} is not supported: {error}") from error
     one = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
-        with torch.inference_mode(), answering(record):
+        with torch.inference_mode(), answering(record), answering_states(lambda index: Bound()):
             model(input_ids=one, position_ids=one, attention_mask=one + 1, use_cache=False)
     except (ModelError, UnsupportedError) as error:
         raise ModelError(one_line(error)) from error
@@ -225,16 +224,45 @@ def discover_layers(model: Any) -> list[Layer]:
         raise ModelError(
             f"model type {config.model_type!r} does not run on transformers' attention interface: {one_line(error)}"
         ) from error
+    found |= recurrent
     layers = [found[index] for index in sorted(found)]
     if sorted(found) != list(range(text.num_hidden_layers)):
         why = f"{len(layers)} of its {text.num_hidden_layers} layers call transformers' attention interface"
-    elif any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+    elif sum(isinstance(module, torch.nn.Conv1d) for module in model.modules()) != len(recurrent):
         why = "it has recurrent or convolutional layers beside attention"
     elif hidden := _hidden_windows(text, layers):
         why = f"layer {hidden[0]} has a sliding window that only its mask would show"
     else:
         return layers
     raise ModelError(f"model type {config.model_type!r} is not supported: {why}")
+
+
+def _layer_of(call: Call) -> Layer:
+    """The layer that a call shows; one of latents where heads are as wide as the parts that its module names."""
+    heads, kv_heads, width, v_width = call.q.shape[1], call.k.shape[1], call.k.shape[2], call.v.shape[2]
+    if call.latents is not None and call.sliding_window is None and call.softcap is None and call.sinks is None:
+        nope, rope, values = (int(getattr(call.module, name)) for name in WIDTHS)
+        if (nope + rope, values, heads) == (width, v_width, kv_heads):
+            return Layer.mla(
+                num_heads=heads,
+                kv_lora_rank=call.latents.shape[-1],
+                qk_nope_head_dim=nope,
+                qk_rope_head_dim=rope,
+                v_head_dim=values,
+                scale=call.scale,
+                dtype=call.q.dtype,
+            )
+    return Layer.gqa(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        v_head_dim=v_width,
+        scale=call.scale,
+        dtype=call.q.dtype,
+        window=(None, None) if call.sliding_window is None else call.sliding_window,
+        softcap=call.softcap,
+        sinks=call.sinks is not None,
+    )
 
 
 def _hidden_windows(text: Any, layers: list[Layer]) -> list[int]:

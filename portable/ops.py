@@ -8,14 +8,17 @@ arguments (measured with torch 2.13).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from portable.kernel import KV
 from portable.layer import LayerTensors
+from portable.states import SsmTensors
 
 Optional = torch.Tensor | None
 
@@ -30,11 +33,43 @@ class Slot(Protocol):
     def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None: ...
 
 
-_slots: WeakValueDictionary[int, Slot] = WeakValueDictionary()
+class LatentSlot(Protocol):
+    """What a handle of MLA stands for."""
+
+    def attend_latents(
+        self,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        pages: Optional,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: Optional,
+    ) -> None: ...
+
+    def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None: ...
+
+
+class StateSlot(Protocol):
+    """What a handle of recurrent layers stands for."""
+
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: Optional, pool: torch.Tensor, out: torch.Tensor, silu: bool
+    ) -> None: ...
+
+    def scan(
+        self,
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional],
+        pool: torch.Tensor,
+        tensors: SsmTensors,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+_slots: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _next_handle = 0
 
 
-def register(slot: Slot) -> int:
+def register(slot: Slot | LatentSlot | StateSlot) -> int:
     """A handle for the slot, valid while the slot lives."""
     global _next_handle
     _next_handle += 1
@@ -42,7 +77,7 @@ def register(slot: Slot) -> int:
     return _next_handle
 
 
-def _slot(handle: int) -> Slot:
+def _slot(handle: int) -> Any:
     slot = _slots.get(handle)
     if slot is None:
         raise ValueError(f"handle {handle} belongs to no plan that is alive; keep the Attention object that planned it")
@@ -57,6 +92,17 @@ _library.define(
 )
 _library.define(
     f"cache_write(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, {_TENSORS}, int handle) -> ()"
+)
+_library.define(
+    "mla_attend(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? cache, Tensor w_uk, Tensor w_uv, "
+    "Tensor? k_scale, Tensor(a!) out, Tensor(b!)? lse, int handle) -> ()"
+)
+_library.define(
+    "state_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) pool, Tensor(b!) out, bool silu, int handle) -> ()"
+)
+_library.define(
+    "state_scan(Tensor x, Tensor dt, Tensor b, Tensor c, Tensor? z, Tensor(a!) pool, Tensor a, Tensor? d, "
+    "Tensor? dt_bias, bool dt_softplus, float dt_least, float dt_most, Tensor(b!) out, int handle) -> ()"
 )
 
 
@@ -77,8 +123,69 @@ def _attend(
 ) -> None:
     cache = None if k_cache is None else KV(k_cache, v_cache)
     new = None if k is None else KV(k, v)
+    slot, tensors = _slot(handle), LayerTensors(sinks, alibi, k_scale, v_scale, q_scale)
+    if not torch.is_grad_enabled() and _is_current(q):  # 3 to 6 us less than to enter the contexts
+        slot.attend(q, cache, new, tensors, out, lse)
+        return
     with torch.no_grad(), _on_device_of(q):  # else the cache would keep the graph of every step alive
-        _slot(handle).attend(q, cache, new, LayerTensors(sinks, alibi, k_scale, v_scale, q_scale), out, lse)
+        slot.attend(q, cache, new, tensors, out, lse)
+
+
+def _mla_attend(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: Optional,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    k_scale: Optional,
+    out: torch.Tensor,
+    lse: Optional,
+    handle: int,
+) -> None:
+    slot: LatentSlot = _slot(handle)
+    given, tensors = (q_nope, q_pe, kv_c, k_pe), LayerTensors(k_scale=k_scale)
+    if not torch.is_grad_enabled() and _is_current(q_nope):
+        slot.attend_latents(given, cache, (w_uk, w_uv), tensors, out, lse)
+        return
+    with torch.no_grad(), _on_device_of(q_nope):
+        slot.attend_latents(given, cache, (w_uk, w_uv), tensors, out, lse)
+
+
+def _state_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+    silu: bool,
+    handle: int,
+) -> None:
+    with torch.no_grad(), _on_device_of(x):
+        slot: StateSlot = _slot(handle)
+        slot.conv(x, weight, bias, pool, out, silu)
+
+
+def _state_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    z: Optional,
+    pool: torch.Tensor,
+    a: torch.Tensor,
+    d: Optional,
+    dt_bias: Optional,
+    dt_softplus: bool,
+    dt_least: float,
+    dt_most: float,
+    out: torch.Tensor,
+    handle: int,
+) -> None:
+    with torch.no_grad(), _on_device_of(x):
+        slot: StateSlot = _slot(handle)
+        slot.scan((x, dt, b, c, z), pool, SsmTensors(a, d, dt_bias, dt_softplus, (dt_least, dt_most)), out)
 
 
 def _cache_write(
@@ -93,8 +200,24 @@ def _cache_write(
     q_scale: Optional,
     handle: int,
 ) -> None:
+    slot, tensors = _slot(handle), LayerTensors(sinks, alibi, k_scale, v_scale, q_scale)
+    if not torch.is_grad_enabled() and _is_current(k):
+        slot.write(KV(k, v), KV(k_cache, v_cache), tensors)
+        return
     with torch.no_grad(), _on_device_of(k):
-        _slot(handle).write(KV(k, v), KV(k_cache, v_cache), LayerTensors(sinks, alibi, k_scale, v_scale, q_scale))
+        slot.write(KV(k, v), KV(k_cache, v_cache), tensors)
+
+
+@cache
+def _current_device(kind: str) -> Callable[[], int]:
+    current: Callable[[], int] = torch.get_device_module(kind).current_device
+    return current
+
+
+def _is_current(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's device is the current one of its kind, or has no number."""
+    index = tensor.get_device()
+    return index < 0 or index == _current_device(tensor.device.type)()
 
 
 def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -105,9 +228,18 @@ def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return guard
 
 
-for _name, _run in (("attend", _attend), ("cache_write", _cache_write)):
+for _name, _run in (
+    ("attend", _attend),
+    ("mla_attend", _mla_attend),
+    ("cache_write", _cache_write),
+    ("state_conv", _state_conv),
+    ("state_scan", _state_scan),
+):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"portable::{_name}", lambda *_: None, lib=_library)
 
 attend = torch.ops.portable.attend.default
+mla_attend = torch.ops.portable.mla_attend.default
 cache_write = torch.ops.portable.cache_write.default
+state_conv = torch.ops.portable.state_conv.default
+state_scan = torch.ops.portable.state_scan.default

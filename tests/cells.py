@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import recurrent
 import torch
 
 from portable.kernel import ATTENTION, PAGES, GraphLevel, Kernel, Needs, Op
@@ -27,6 +28,12 @@ LENS: Mapping[str, Lens] = {
     "more_queries": ((6, 3), (2, 0), (5, 4), (3, 9)),
     "long": ((1, 300), (7, 263), (2, 5)),
     "long_decode": ((1, 300), (1, 257), (1, 0), (1, 4)),
+}
+LONG: Mapping[str, Lens] = {  # for kernels that want more queries than those have
+    "prompts": ((64, 64), (130, 130), (200, 200)),
+    "chunks": ((130, 300), (65, 400), (64, 65), (0, 5)),
+    "beside_decodes": ((1, 150), (128, 128), (7, 63)),
+    "no_keys": ((70, 0), (128, 128), (100, 40)),
 }
 CALLED = ("page_size", "scales", "lse", "strided", "slots", "in_place", "parts", "joined", "same_pool")
 LATENT_PAGES = ("nhd", "interleaved")
@@ -86,6 +93,7 @@ AXES: Mapping[Op, Axes] = {
     },
     Op.CACHE_GATHER: {"lens": MASK["lens"], "ranks": ONE_TENSOR, **CACHE, **DIMS, **NUMBERS},
     Op.CACHE_COPY: {"same_pool": (False, True), "ranks": ONE_TENSOR, **COPIED, **DIMS, **NUMBERS},
+    **recurrent.AXES,
 }
 
 
@@ -107,20 +115,28 @@ class Case:
     parts: int = 2
     joined: bool = True  # of MLA: both parts of a row come in one tensor
     same_pool: bool = False
+    call: recurrent.Call = recurrent.PLAIN  # of recurrent layers
 
     def needs(self) -> Needs:
         return Needs(
             causal=self.causal is True,
             page_size=self.page_size,
-            query_len=next_power_of_2(max(1, *(q for q, _ in self.lens))),
+            query_len=longest(self.lens),
             seq_len=next_power_of_2(max(1, *(s for _, s in self.lens))),
             lse=self.lse,
             graph=GraphLevel.NEVER,
         )
 
 
+def longest(lens: Lens) -> int:
+    """The bucket of the longest query."""
+    return next_power_of_2(max(1, *(q for q, _ in lens)))
+
+
 def case_of(op: Op, cell: Cell) -> Case | None:
     """The case of a cell; None where its values exclude each other: scales of a wide type, a page too small to pack."""
+    if op in recurrent.AXES:
+        return Case(op=op, layer=recurrent.layer_of(op, cell), call=recurrent.call_of(cell))
     kv_dtype = cell.get("kv_dtype") or cell["dtype"]
     pages = cell.get("pages", "nhd")
     types = {"dtype": cell["dtype"], "kv_dtype": kv_dtype}
@@ -151,7 +167,7 @@ def case_of(op: Op, cell: Cell) -> Case | None:
             cache_layout=pages if pages in PACKED else "strided",
             **types,
         )
-    lens = LENS[cell.get("lens", "extend")]
+    lens = {**LENS, **LONG}[cell.get("lens", "extend")]
     causal = cell.get("causal", True)
     if causal == "layer":
         layer, causal = replace(layer, causal=False), False
@@ -207,7 +223,17 @@ def _first(axes: Axes, fits: Callable[[Cell], bool]) -> Cell | None:
     """The first cell that fits; lengths vary first, then the axes of the end, so features stay off."""
     names = sorted(axes, key="lens".__eq__)
     cells = (dict(zip(names, values, strict=True)) for values in itertools.product(*(axes[name] for name in names)))
-    return next((cell for cell in itertools.islice(cells, 20_000) if fits(cell)), None)
+    found = next((cell for cell in itertools.islice(cells, 20_000) if fits(cell)), None)
+    return found or next(filter(fits, _nearest(axes)), None)
+
+
+def _nearest(axes: Axes) -> Iterator[Cell]:
+    """The cells that differ from the first values in up to three axes, the closest first: for kernels of one layout."""
+    plain = {name: values[0] for name, values in axes.items()}
+    for changed in range(1, 4):
+        for names in itertools.combinations(axes, changed):
+            for values in itertools.product(*(axes[name][1:] for name in names)):
+                yield {**plain, **dict(zip(names, values, strict=True))}
 
 
 def runs_on(kernel: Kernel, target: Target) -> bool:
@@ -226,10 +252,16 @@ def cases(kernel: Kernel, target: Target, most: int = 40) -> Iterator[Case]:
         case = case_of(op, cell)
         return case is not None and not kernel.why_not(target, case.layer, case.needs())
 
-    cells = pairwise(AXES[op], fits, most)
+    axes = AXES[op]
+    if op in ATTENTION and all(kernel.caps.query_lens.why_not("", longest(lens)) for lens in LENS.values()):
+        axes = {**axes, "lens": tuple(LONG)}
+    cells = pairwise(axes, fits, most)
     yield from filter(None, (case_of(op, cell) for cell in cells))
     page_size = next((cell["page_size"] for cell in cells if "page_size" in cell), None) if op in PAGES else None
     for shape in kernel.caps.test_shapes:
+        if op in recurrent.AXES:
+            yield from recurrent.shaped(kernel, target, shape)
+            continue
         layer = (Layer.mla if op is Op.MLA_DECODE else Layer.gqa)(**shape)
         for lens in ("decode", "extend") if op in ATTENTION else ("extend",):
             case = Case(op=op, layer=layer, lens=LENS[lens], page_size=page_size, lse=False)

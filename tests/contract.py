@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import recurrent
 import torch
 from cells import Case, Lens
 from inputs import (
@@ -43,6 +44,9 @@ def check(kernel: Kernel, case: Case, device: str = "cpu") -> set[str]:
     """Raise AssertionError where the kernel departs from the contract in this case; else the features it shows."""
     if case.op in ATTENTION:
         return check_attention(kernel, case, device)
+    if case.op in recurrent.AXES:
+        recurrent.check(kernel, case, device)
+        return set()
     {
         Op.MERGE: check_merge,
         Op.CACHE_WRITE: check_write,
@@ -116,7 +120,7 @@ def size_of(case: Case, inputs: Inputs) -> torch.Tensor:
 
 def telling(kernel: Kernel, case: Case, device: str) -> tuple[Inputs, set[str]]:
     """Inputs for which each feature of the case changes the result, so that a kernel that drops one cannot pass."""
-    for attempt in range(20):
+    for attempt in range(100):
         inputs = build(kernel, case, device, attempt)
         want, size = expected(case, inputs)[0], size_of(case, inputs)
         shown = {name: error(changed, want, size) for name, changed in without_features(case, inputs).items()}

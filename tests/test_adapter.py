@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import cells
@@ -122,3 +124,19 @@ def test_each_query_as_a_request_of_its_own_sees_the_same_keys(causal):
     assert rows.seq_lens.tolist() == want and (rows.host_seq_lens >= want).all()
     before = has_keys(made.cu_seqlens_q, made.seq_lens, 5, made.causal)
     assert torch.equal(before, rows.seq_lens > 0)
+
+
+def test_the_time_of_an_adapter_is_measured_without_its_vendor(monkeypatch, capsys):
+    """`python -m benchmarks.adapters`: what it prints is of the adapters that were named, and finite."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent.parent / "ci"), *sys.path])
+    adapters = importlib.import_module("benchmarks.adapters")
+    monkeypatch.setattr(adapters, "ROUNDS", 1)
+    monkeypatch.setattr(adapters, "CALLS", 1)
+    monkeypatch.setattr(adapters, "detect", lambda: portable.detect("cpu"))
+    before = dict(sys.modules)
+    adapters.main(["flash_attn_3.varlen", "flash_attn.kvcache", "torch.flash"])
+    for name in sys.modules.keys() - before.keys():
+        monkeypatch.delitem(sys.modules, name)
+    lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert [line.split()[0] for line in lines] == ["flash_attn_3.varlen", "flash_attn.kvcache", "torch.flash"]
+    assert all("out and lse" in line for line in lines)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import cells
 import contract
 import pytest
+import test_aiter as aiter_tests
 import test_flash_attn as flash
+import test_flash_mla as mla
+from fakes import aiter as fake_aiter
 
 import portable
-from portable.backends import flash_attn
-from portable.backends.adapter import Adapter
+from portable.backends import aiter, flash_attn, flash_mla
 from portable.backends.convention import Convention
 from portable.kernel import Kernel
 
 OTHER_LAYOUT = {"ht": "th", "th": "ht", "bhs": "bsh", "bsh": "bhs", "bhs1": "bsh"}
 # Leaving these out changes what is computed, or cannot be called at all.
-NEEDED = ("scale", "lse", "block_table", "seq_lens", "cu_seqlens_k")
+NEEDED = ("scale", "lse", "block_table", "seq_lens", "cu_seqlens_k", "kv_indptr", "kv_indices", "max_seq_len")
+OTHER_PAGES = {"page": "token", "token": "page", "single": "token"}
+SCRATCH = ("mla_decode_fwd",)  # what returns something else than its output first
 FEATURES = ("window", "softcap", "alibi", "sinks")
 
 
@@ -41,7 +47,7 @@ def mutants(convention: Convention, features: frozenset[str]) -> Iterator[tuple[
             yield f"without {name}", replace(convention, names=rest)
     if "window" in names and "window" in features:
         yield "open_side", replace(convention, open_side=-1 if convention.open_side is None else None)
-        yield "window_more", replace(convention, window_more=(0,))
+        yield "window_more", replace(convention, window_more=() if convention.window_more else (0,))
     yield "rows", replace(convention, rows="batch" if convention.rows == "packed" else "packed")
     for field in ("equal_value_dim", "folds_single"):
         if getattr(convention, field):
@@ -52,36 +58,66 @@ def mutants(convention: Convention, features: frozenset[str]) -> Iterator[tuple[
         yield "fixed", replace(convention, fixed={"fa_version": 5 - convention.fixed["fa_version"]})
     if convention.sink_dtype is not None:
         yield "sink_dtype", replace(convention, sink_dtype=None)
-    if not convention.writes_out:
-        yield "writes_out", replace(convention, writes_out=True)
+    if not convention.writes_out or convention.function in SCRATCH:
+        yield "writes_out", replace(convention, writes_out=not convention.writes_out)
+    if "kv_indices" in names:
+        yield "pages", replace(convention, pages=OTHER_PAGES[convention.pages])
+    for keyword in convention.step:
+        if keyword != "scheduler_metadata":  # a schedule saves time and changes no result
+            rest = {word: make for word, make in convention.step.items() if word != keyword}
+            yield f"without the step's {keyword}", replace(convention, step=rest)
 
 
-def all_mutants() -> Iterator[tuple[Kernel, str, Convention]]:
+@dataclass(frozen=True)
+class Subject:
+    """A kernel on the stand-ins for its builds, and the contract's cases for it."""
+
+    kernel: Kernel
+    installs: Sequence[Callable[[pytest.MonkeyPatch], object]]
+    cases: Callable[[], Sequence[cells.Case]]
+
+
+def subjects() -> Iterator[Subject]:
+    for kernel in flash_attn.KERNELS:
+        module, arch, builds = flash.builds_of(kernel)
+        target = portable.describe(arch)
+        installs = [lambda patch, make=make, name=module: patch.setitem(sys.modules, name, make()) for make in builds]
+        yield Subject(kernel, installs, partial(flash.cases_of, kernel, target))
+    for kernel in flash_mla.KERNELS:
+        installs = [partial(mla.install, kernel=kernel, build=build) for build in mla.BUILDS]
+        yield Subject(kernel, installs, partial(mla.cases_of, kernel))
+    for kernel in aiter.KERNELS:
+        new = aiter_tests.is_new(kernel)
+        installs = [partial(fake_aiter.install, new=new, readings=each) for each in aiter_tests.READINGS]
+        yield Subject(kernel, installs, partial(aiter_tests.cases_of, kernel, portable.describe("gfx942")))
+
+
+def all_mutants() -> Iterator[tuple[Subject, str, Convention]]:
     """Of each convention once, with a kernel that has it."""
     seen: list[Convention] = []
-    for kernel in flash_attn.KERNELS:
-        convention = kernel.run.__self__.convention
+    for subject in subjects():
+        convention = subject.kernel.run.__self__.convention
         if convention not in seen:
             seen.append(convention)
-            yield from ((kernel, name, mutant) for name, mutant in mutants(convention, kernel.caps.features))
+            features = subject.kernel.caps.features
+            yield from ((subject, name, mutant) for name, mutant in mutants(convention, features))
 
 
 ALL = list(all_mutants())
 
 
 @pytest.mark.parametrize(
-    ("kernel", "name", "mutant"), ALL, ids=[f"{kernel.name}-{name.replace(' ', '_')}" for kernel, name, _ in ALL]
+    ("subject", "name", "mutant"), ALL, ids=[f"{each.kernel.name}-{name.replace(' ', '_')}" for each, name, _ in ALL]
 )
-def test_a_wrong_convention_fails_the_contract(kernel, name, mutant, monkeypatch):
-    module, arch, builds = flash.builds_of(kernel)
-    broken = Adapter(mutant)
-    wrong = replace(kernel, run=broken.run, prepare=broken.prepare)
-    cases = flash.cases_of(kernel, portable.describe(arch))
-    for make in builds:
-        monkeypatch.setitem(sys.modules, module, make())
-        for case in cases:
-            try:
-                contract.check(wrong, case)
-            except Exception:
-                return
+def test_a_wrong_convention_fails_the_contract(subject, name, mutant, monkeypatch):
+    broken = type(subject.kernel.run.__self__)(mutant)
+    wrong = replace(subject.kernel, run=broken.run, prepare=broken.prepare)
+    for install in subject.installs:
+        with monkeypatch.context() as patch:
+            install(patch)
+            for case in subject.cases():
+                try:
+                    contract.check(wrong, case)
+                except Exception:
+                    return
     pytest.fail(f"no case notices a wrong {name}")

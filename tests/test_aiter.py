@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import cells
 import contract
 import pytest
@@ -11,13 +14,18 @@ from fakes.attention import Empty
 from packaging.specifiers import SpecifierSet
 
 import portable
+from portable.backends import selftest
 from portable.backends.aiter import KERNELS
 from portable.kernel import Op
 from portable.layer import Layer, UnsupportedError
 
 INF, NAN = float("inf"), float("nan")
 VERSIONS = {"0.1.7.post2.dev18": False, "0.1.12": True}  # version -> whether it has the later signatures
+CPU = replace(portable.describe("gfx942"), device="cpu")
 LATENT = {"ranks": ((512, 64),), "latent_heads": (4, 16, 24)}
+# 1.1: what CK, assembly and batch prefill leave in rows without keys is not confirmed
+EMPTY = (fake.BLANK, Empty(0.0, INF), Empty(NAN, NAN), Empty(7.0, 0.0))
+READINGS = [*(fake.Readings(empty=empty) for empty in EMPTY), fake.Readings(writes=False)]
 PAIRS = [
     pytest.param(kernel, version, id=f"{kernel.name}-{version}")
     for kernel in KERNELS
@@ -26,33 +34,24 @@ PAIRS = [
 ]
 
 
-def packed_cases(kernel, target):
-    """Of kernels that read packed layouts alone, which the pairwise set starts without."""
-    for layout in set(kernel.caps.cache_layouts) - {"strided"}:
-        for dim, alibi, lens, strided in ((64, True, "decode", False), (128, False, "long_decode", True)):
-            layer = Layer.gqa(
-                num_heads=6, num_kv_heads=2, head_dim=dim, dtype=torch.bfloat16, alibi=alibi, cache_layout=layout
-            )
-            case = cells.Case(
-                op=Op.PAGED,
-                layer=layer,
-                lens=cells.LENS[lens],
-                page_size=16,
-                pages=layout,
-                lse=False,
-                strided=strided,
-            )
-            assert not kernel.why_not(target, layer, case.needs())
-            yield case
+def is_new(kernel):
+    """Whether a kernel is for the later signatures."""
+    return SpecifierSet(kernel.caps.requires[0].versions).contains("0.1.12")
+
+
+@cache
+def cases_of(kernel, target):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cells.AXES, Op.MLA_DECODE, {**cells.AXES[Op.MLA_DECODE], **LATENT})
+        return list(cells.cases(kernel, target, 16))
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(("kernel", "version"), PAIRS)
 def test_every_cell_that_an_adapter_accepts_is_right(kernel, version, arch, monkeypatch):
-    monkeypatch.setitem(cells.AXES, Op.MLA_DECODE, {**cells.AXES[Op.MLA_DECODE], **LATENT})
     aiter = fake.install(monkeypatch, new=VERSIONS[version], readings=fake.Readings(arch=arch))
-    target, wrong, served = portable.describe(arch), [], 0
-    for case in (*cells.cases(kernel, target, 16), *packed_cases(kernel, target)):
+    wrong, served = [], 0
+    for case in cases_of(kernel, portable.describe(arch)):
         served += 1
         try:
             contract.check(kernel, case)
@@ -62,16 +61,38 @@ def test_every_cell_that_an_adapter_accepts_is_right(kernel, version, arch, monk
     assert served and (aiter.calls or "triton" in kernel.name)
 
 
-# 1.1: what CK, assembly and batch prefill leave in rows without keys is not confirmed
-@pytest.mark.parametrize("empty", [Empty(0.0, -INF), Empty(0.0, INF), Empty(NAN, NAN), Empty(7.0, 0.0)])
+def test_packed_decode_has_cells_of_both_layouts():
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "aiter.decode_packed")
+    cases = cases_of(kernel, portable.describe("gfx942"))
+    assert {case.pages for case in cases} == set(kernel.caps.cache_layouts)
+    assert {case.page_size for case in cases} == {16} and {case.strided for case in cases} == {True, False}
+    assert {case.layer.alibi for case in cases} == {True, False} and len({case.lens for case in cases}) == 2
+
+
+@pytest.mark.parametrize("readings", READINGS)
 @pytest.mark.parametrize("name", ["aiter.varlen", "aiter.paged"])
-def test_rows_without_keys_are_right_under_every_reading(name, empty, monkeypatch):
+def test_rows_without_keys_are_right_under_every_reading(name, readings, monkeypatch):
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    fake.install(monkeypatch, new=True, readings=fake.Readings(empty=empty))
+    fake.install(monkeypatch, new=True, readings=readings)
     layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     for lens in ("no_keys", "more_queries"):
         page_size = 16 if kernel.caps.op is Op.PAGED else None
         contract.check(kernel, cells.Case(op=kernel.caps.op, layer=layer, lens=cells.LENS[lens], page_size=page_size))
+
+
+@pytest.mark.parametrize("readings", READINGS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_every_adapter_passes_its_self_test(kernel, readings, monkeypatch):
+    fake.install(monkeypatch, new=is_new(kernel), readings=readings)
+    assert selftest.fault(kernel, CPU) is None
+
+
+@pytest.mark.parametrize("name", ["aiter.varlen", "aiter.varlen_017", "aiter.paged"])
+def test_an_lse_in_another_base_does_not_pass_the_self_test(name, monkeypatch):
+    """1.1: that of the assembly is natural, as far as is known."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    fake.install(monkeypatch, new=is_new(kernel), readings=fake.Readings(lse_base="2"))
+    assert "lse is wrong" in selftest.fault(kernel, CPU)
 
 
 def test_a_call_that_would_be_routed_to_triton_is_refused(monkeypatch):

@@ -256,6 +256,42 @@ def test_arguments_that_do_not_fit_are_named(arguments, message):
         attn.run(q, cache, plan, **arguments)
 
 
+# torch itself sends a call with a q on the meta device elsewhere
+@pytest.mark.parametrize(("arguments", "message"), [run for run in bad_runs() if run[0]["q"].device.type == "cpu"])
+def test_arguments_are_looked_at_behind_a_call_that_was_right(arguments, message):
+    """What passed once is remembered, and only that; what it was given besides does not pass for another."""
+    attn = Attention(make_layer(), page_size=4, device="cpu")
+    plan = attn.plan(Batch.from_lens([3], [3], block_table=[[1]], page_size=4))
+    good = next(bad_runs())[0] | {"q": torch.zeros(3, HEADS, DIM)}
+    with torch.no_grad():
+        for _ in range(2):
+            attn.run(plan=plan, **good)
+            attn.write(good["k"], good["v"], good["cache"], plan)
+        with pytest.raises(ValueError, match=message):
+            attn.run(plan=plan, **arguments)
+        attn.run(plan=plan, **good)
+
+
+def test_what_passed_for_one_step_does_not_for_another():
+    attn = Attention(make_layer(), page_size=4, device="cpu")
+    cache = KV(torch.zeros(2, 4, KV_HEADS, DIM), torch.zeros(2, 4, KV_HEADS, V_DIM))
+    for tokens, others in ((3, 2), (2, 3), (3, 2)):
+        plan = attn.plan(Batch.from_lens([tokens], [tokens], block_table=[[1]], page_size=4))
+        attn.run(torch.zeros(tokens, HEADS, DIM), cache, plan)
+        with pytest.raises(ValueError, match=rf"q has shape \[{others}, 4, 16\]; it must be \[{tokens}, 4, 16\]"):
+            attn.run(torch.zeros(others, HEADS, DIM), cache, plan)
+
+
+def test_a_run_leaves_the_mode_of_gradients_and_records_none():
+    attn = Attention(make_layer(), page_size=4, device="cpu")
+    plan = attn.plan(Batch.from_lens([3], [3], block_table=[[1]], page_size=4))
+    cache = KV(torch.zeros(2, 4, KV_HEADS, DIM), torch.zeros(2, 4, KV_HEADS, V_DIM))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            out = attn.run(torch.zeros(3, HEADS, DIM, requires_grad=True), cache, plan).out
+            assert torch.is_grad_enabled() is grad and not out.requires_grad
+
+
 def test_a_layer_with_sinks_needs_them():
     attn = Attention(make_layer(sinks=True), page_size=4, device="cpu")
     plan = attn.plan(Batch.from_lens([1], [1], block_table=[[0]], page_size=4))

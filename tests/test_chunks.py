@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portable.chunks import aligned_chunks, chunk_context
+from portable.shards import shard_lens
 
 contexts = st.lists(st.one_of(st.just(0), st.integers(0, 100)), max_size=8)
 
@@ -42,6 +43,17 @@ def test_decodes_and_requests_without_a_context_make_no_chunk():
     assert chunk_context([0, 0], 512, 16) == [] and chunk_context([], 512, 16) == []
     many = chunk_context([8] * 64, 512, 16)  # divided by 64, the workspace would hold no page of each
     assert [chunk.num_tokens for chunk in many] == [256, 256]
+
+
+@given(contexts, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4))
+def test_chunks_of_a_context_shared_by_ranks_are_whole_pages_of_each(lens, world, page_size, blocks, pages):
+    """A page of the whole is one of each rank: a rank's rows of a chunk fit its budget, from a page boundary on."""
+    interleave = page_size // blocks or 1
+    interleave = interleave if page_size % interleave == 0 else 1
+    for chunk in chunk_context(lens, pages * page_size * world, page_size * world):
+        for rank in range(world):
+            first, last = (shard_lens(at, world, rank, interleave) for at in (chunk.starts, chunk.starts + chunk.lens))
+            assert not (first % page_size).any() and (last - first).sum() <= pages * page_size
 
 
 @pytest.mark.parametrize(("workspace", "page_size", "message"), [(15, 16, "workspace is 15"), (4, 0, "page_size is 0")])

@@ -18,7 +18,7 @@ from fakes.dense import Empty
 from inputs import build as build_inputs
 
 import portable
-from portable.backends import flash_attn
+from portable.backends import flash_attn, selftest
 from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.platform.target import Target
@@ -35,7 +35,7 @@ CK = [
 AITER = [replace(flash_attn_2.AITER, empty=Empty(lse)) for lse in (-math.inf, 0.0)]
 V3 = [flash_attn_3.Build(), flash_attn_3.Build(schedules=False, tail="masked")]
 V3_SINKS = [
-    flash_attn_3.Build(sink_in_lse=inside, sink_empty=out) for inside in (True, False) for out in (0.0, math.nan)
+    flash_attn_3.Build(sink_skipped=skipped, sink_empty=out) for skipped in (True, False) for out in (0.0, math.nan)
 ]
 BUILDS: dict[str, tuple[str, str, list[Callable[[], ModuleType]]]] = {
     "flash_attn_4.": ("flash_attn.cute", "sm100", [flash_attn_4.module]),
@@ -62,7 +62,7 @@ BUILDS: dict[str, tuple[str, str, list[Callable[[], ModuleType]]]] = {
 HOLES = ((0, 0), (1, 3), (0, 0), (1, 5))
 SQUARE = ((2, 7), (3, 3))
 # What the common axes have not, or so late that no pair reaches it.
-WIDER = {"page_size": (256, 512), "ranks": ((512, 64),)}
+WIDER = {"page_size": (256, 512), "ranks": ((512, 64),), "dims": ((64, 128), (64, 512), (32, 256))}
 
 
 @cache
@@ -71,7 +71,7 @@ def cases_of(kernel: Kernel, target: Target) -> list[cells.Case]:
     if found := list(cells.cases(kernel, target)):
         return found + [case for case in named_cases(kernel, found[0]) if can(kernel, target, case)]
     axes = dict(cells.AXES[kernel.caps.op])
-    name = "ranks" if kernel.caps.op is Op.MLA_DECODE else "page_size"
+    name = "ranks" if kernel.caps.op is Op.MLA_DECODE else "dims" if kernel.name.endswith("64_512") else "page_size"
     axes[name] = WIDER[name]
 
     def fits(cell: cells.Cell) -> bool:
@@ -188,13 +188,24 @@ def test_what_a_build_drops_or_cannot_read_is_refused():
     sinks = replace(PLAIN, sinks=True)
     assert chosen("sm90", Op.PREFILL, sinks, flash_attn_3="3.0.0b1") is None
     assert chosen("sm90", Op.PREFILL, sinks, vllm="0.33.0") == "vllm_flash_attn_3.sinks_varlen"
-    # not documented whether the LSE has the sinks in it
-    assert chosen("sm90", Op.PREFILL, sinks, Needs(lse=True), vllm="0.33.0") is None
-    # TMA would read the NaN behind the last token of a page of 64
-    for page_size, want in ((16, "flash_attn_3.paged"), (64, None)):
+    assert chosen("sm90", Op.PREFILL, sinks, Needs(lse=True), vllm="0.33.0") == "vllm_flash_attn_3.sinks_varlen"
+    assert chosen("sm90", Op.PREFILL, replace(sinks, num_heads=128), vllm="0.33.0") is None
+    # TMA would read the NaN behind the last token of a page of a whole tile of keys
+    tall = Layer.gqa(num_heads=16, num_kv_heads=16, head_dim=64, v_head_dim=512)
+    paged, tall_paged = "flash_attn_3.paged", "flash_attn_3.paged_64_512"
+    for layer, page_size, want in (
+        (PLAIN, 16, paged), (PLAIN, 64, paged), (PLAIN, 128, None), (PLAIN, 80, None), (tall, 32, tall_paged),
+        (tall, 64, None),
+    ):  # fmt: skip
         needs = Needs(page_size=page_size, query_len=64, seq_len=64)
-        assert chosen("sm90", Op.PAGED, needs=needs, flash_attn_3="3.0.0b1") == want
-    assert chosen("sm90", Op.PAGED, needs=Needs(page_size=64), flash_attn_3="3.0.0b1") == "flash_attn_3.decode"
+        assert chosen("sm90", Op.PAGED, layer, needs, flash_attn_3="3.0.0b1") == want
+    assert chosen("sm90", Op.PAGED, needs=Needs(page_size=128), flash_attn_3="3.0.0b1") == "flash_attn_3.decode"
+    # columns of V that are not read: seen on an H100
+    wide = Layer.gqa(num_heads=16, num_kv_heads=16, head_dim=32, v_head_dim=64)
+    assert chosen("sm90", Op.PAGED, wide, flash_attn_3="3.0.0b1") is None
+    assert chosen("sm90", Op.PREFILL, wide, flash_attn_3="3.0.0b1") == "flash_attn_3.varlen_64_512"
+    fp8 = replace(PLAIN, kv_dtype=torch.float8_e4m3fn)  # with which q would have to be fp8 as well
+    assert chosen("sm90", Op.PAGED, fp8, flash_attn_3="3.0.0b1") is None
     assert chosen("sm100", Op.PAGED, needs=Needs(page_size=128), flash__attn__4="4.0.0b36") is None
 
 
@@ -202,12 +213,40 @@ def test_a_page_that_tma_reads_would_not_be_right(install):
     """What the caps leave out is wrong under one reading of the tail of a page, and right under the other."""
     kernel = next(kernel for kernel in flash_attn.KERNELS if kernel.name == "flash_attn_3.paged")
     layer = Layer.gqa(num_heads=16, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    case = cells.Case(op=Op.PAGED, layer=layer, lens=((12, 12), (5, 40)), page_size=64)
+    case = cells.Case(op=Op.PAGED, layer=layer, lens=((25, 25), (5, 40)), page_size=128)
     install("flash_attn_interface", flash_attn_3.module(flash_attn_3.Build(tail="masked")))
     contract.check(kernel, case)
     install("flash_attn_interface", flash_attn_3.module(flash_attn_3.Build(tail="poison")))
     with pytest.raises(AssertionError, match="out is wrong"):
         contract.check(kernel, case)
+
+
+def test_v_wider_than_k_in_one_tile_is_wrong_over_pages(install):
+    kernel = next(kernel for kernel in flash_attn.KERNELS if kernel.name == "vllm_flash_attn_3.paged")
+    install("vllm.vllm_flash_attn", flash_attn_3.vllm_module())
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="out is wrong"):
+        contract.check(kernel, cells.Case(op=Op.PAGED, layer=layer, page_size=16))
+
+
+def test_a_page_of_64_is_read_row_by_row(install):
+    """For V of up to 256 beside K as wide: the largest tiles of keys divide no such page."""
+    kernel = next(kernel for kernel in flash_attn.KERNELS if kernel.name == "flash_attn_3.paged")
+    install("flash_attn_interface", flash_attn_3.module(flash_attn_3.Build(tail="poison")))
+    for dim in (64, 96, 128, 192, 256):
+        layer = Layer.gqa(num_heads=16, num_kv_heads=2, head_dim=dim, dtype=torch.bfloat16)
+        for causal in (True, False):
+            lens = ((25, 25), (5, 70))
+            contract.check(kernel, cells.Case(op=Op.PAGED, layer=layer, lens=lens, page_size=64, causal=causal))
+
+
+def test_a_build_whose_lse_leaves_the_sinks_out_fails_its_self_test(install):
+    kernel = next(kernel for kernel in flash_attn.KERNELS if kernel.name == "vllm_flash_attn_3.sinks_decode")
+    target = replace(portable.describe("sm90"), device="cpu")
+    install("vllm.vllm_flash_attn", flash_attn_3.vllm_module(flash_attn_3.Build(sink_in_lse=False)))
+    assert "sinks: lse is wrong" in selftest.fault(kernel, target)
+    install("vllm.vllm_flash_attn", flash_attn_3.vllm_module())
+    assert selftest.fault(kernel, target) is None
 
 
 def test_an_lse_in_another_base_than_the_documented_one_does_not_pass(install):

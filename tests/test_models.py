@@ -34,13 +34,17 @@ def rounded(layers):
 FULL, SLIDING = facts(), facts(window=WINDOW)
 SOFT, SOFT_SLIDING = facts(softcap=2.0), facts(softcap=2.0, window=WINDOW)
 SINK, SINK_SLIDING = facts(sinks=True), facts(sinks=True, window=WINDOW)
+LATENT = Layer.mla(
+    num_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, dtype=torch.float32
+)
 EXPECTED = {
     "llama": [FULL] * 3,
     "qwen3": [FULL] * 3,
     "gemma2": [SOFT_SLIDING, SOFT, SOFT_SLIDING],
     "gemma3": [SLIDING, FULL, SLIDING],
     "gpt_oss": [SINK_SLIDING, SINK, SINK_SLIDING],
-    "deepseek_v3": [facts(num_kv_heads=4, head_dim=12, v_head_dim=6)] * 3,
+    "deepseek_v3": [LATENT] * 3,
+    "deepseek_v2": [LATENT] * 3,
 }
 
 
@@ -56,8 +60,7 @@ def test_a_config_of_full_size_needs_no_weights(tmp_path):
     models.transformers().DeepseekV3Config().save_pretrained(tmp_path)
     layers = models.layers_of(tmp_path)
     assert len(layers) == 61
-    heads = {"num_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128}
-    assert set(rounded(layers)) == set(rounded([facts(**heads, dtype=torch.bfloat16)]))
+    assert set(rounded(layers)) == set(rounded([Layer.mla(num_heads=128)]))
 
 
 def config_of(name, **more):
@@ -69,7 +72,6 @@ def config_of(name, **more):
     [
         ("T5Config", {}, "it is an encoder-decoder"),
         ("Llama4TextConfig", {"num_hidden_layers": 4}, r"attention_chunk_size is 8192 \(local attention\)"),
-        ("MambaConfig", {"num_hidden_layers": 2}, "its layer_types hold linear_attention"),
         ("Qwen3NextConfig", {"num_hidden_layers": 4}, "its layer_types hold linear_attention"),
         ("FalconH1Config", {"num_hidden_layers": 2}, "its layer_types hold hybrid"),
         ("BloomConfig", {"n_layer": 2}, "0 of its 2 layers call transformers' attention interface"),

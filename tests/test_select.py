@@ -369,5 +369,3 @@ def test_packages_that_no_kernel_uses_are_said_plainly() -> None:
 def test_an_explanation_refuses_what_it_cannot_explain() -> None:
     with pytest.raises(ValueError, match="page_size is 0"):
         explain(device(), LAYER, page_size=0, kernels=())
-    with pytest.raises(ValueError, match="family is 'mamba2'"):
-        explain(device(), Layer.mamba2(num_heads=4), kernels=())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fakes import aiter, aiter_releases, flash_attn_2, flash_attn_4
 from packaging.specifiers import SpecifierSet
 from signatures import RELEASES, Away, Release, Sources, sources
 
@@ -15,7 +17,8 @@ from portable.backends.adapter import Adapter, Convention
 from portable.backends.convention import why_not_called
 from portable.kernel import Kernel
 
-# Of these, no release is on the registry, or only one that is too large to fetch: stand-ins have their signatures.
+# Of these, no release can be had from the registry, or only one that is too large to fetch (FlashMLA's cannot even say
+# its version without a compiler): stand-ins have their signatures.
 ELSEWHERE = frozenset({"flash_attn_3", "flash_mla", "vllm"})
 
 
@@ -59,6 +62,42 @@ def test_every_keyword_exists_in_the_release(release: Release) -> None:
                 wrong.append(f"{kernel.name}: {convention.module}.{convention.function} {reason}")
     assert not wrong, "\n".join(wrong)
     assert checked, f"no kernel is for {release}"
+
+
+def stand_ins() -> dict[str, list[tuple[str, Callable[..., Any]]]]:
+    """The functions that stand in for those of a release: module and function."""
+    old = aiter_releases.public(aiter.Aiter(False, aiter.Readings()))
+    places = {"triton_varlen": "aiter.ops.triton.mha", "mla_decode_fwd": "aiter.mla"}
+    flash_2, flash_4 = flash_attn_2.module(flash_attn_2.CUDA), flash_attn_4.module()
+    return {
+        "amd-aiter-0.1.7.post2.dev18": [(places.get(name, "aiter"), function) for name, function in old.items()],
+        "flash-attn-2.8.3": [
+            ("flash_attn", flash_2.flash_attn_varlen_func),
+            ("flash_attn", flash_2.flash_attn_with_kvcache),
+        ],
+        "flash-attn-4-4.0.0b36": [("flash_attn.cute", flash_4.flash_attn_varlen_func)],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("release", "functions"), stand_ins().items(), ids=lambda given: given if str is type(given) else ""
+)
+def test_a_stand_in_has_the_signature_of_its_release(release: str, functions: list[Any]) -> None:
+    """Names, their order, and which may be left out; a stand-in may end before arguments that no adapter passes."""
+    try:
+        found = sources(next(each for each in RELEASES if str(each) == release))
+    except Away as error:
+        pytest.skip(f"the registry is away: {error}")
+    for module, function in functions:
+        fake = inspect.signature(function).parameters
+        name = {"triton_varlen": "flash_attn_varlen_func"}.get(function.__name__, function.__name__)
+        real = found.signature(module, name)
+        assert real is not None, f"{module}.{name} is not there"
+        wanted = list(inspect.signature(real).parameters.values())
+        given = [(each.name, each.default is each.empty) for each in fake.values()]
+        assert given == [(each.name, each.default is each.empty) for each in wanted][: len(given)], name
+        assert all(each.default is not each.empty or each.kind is each.VAR_KEYWORD for each in wanted[len(given) :])
 
 
 def test_every_adapter_is_for_a_release_that_is_checked_or_is_known_not_to_be() -> None:

@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.driver import DriverBase  # noqa: E402
 
-from portable.backends.triton import fast, xcd  # noqa: E402
+from portable.backends.triton import fast  # noqa: E402
 from portable.backends.triton import launch as launching  # noqa: E402
 from portable.backends.triton.launch import Bound, launch, recorded, target_of, warmup  # noqa: E402
 from portable.platform.detect import describe  # noqa: E402
@@ -321,56 +321,3 @@ def test_tensors_on_no_device_are_refused(monkeypatch):
     monkeypatch.delenv("PORTABLE_DEVICE", raising=False)
     with pytest.raises(ValueError, match=r"the tensors are on the CPU .* PORTABLE_DEVICE=emulated:gfx942"):
         call()
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
-def test_xcd_order_is_a_bijection(items, groups, xcds):
-    dealt = [xcd.order(program, items, groups, xcds) for program in range(groups * items)]
-    assert sorted(dealt) == [(group, item) for group in range(groups) for item in range(items)]
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 2, 3, 4, 6, 8]))
-def test_groups_meet_few_xcds_and_items_come_in_order(items, groups, xcds):
-    """Whole groups have one XCD; those that are left share all XCDs by a divisor of their number."""
-    met = {group: set() for group in range(groups)}
-    last = {}
-    for program in range(groups * items):
-        group, item = xcd.order(program, items, groups, xcds)
-        met[group].add(program % xcds)
-        assert item > last.get((group, program % xcds), -1)
-        last[group, program % xcds] = item
-    whole = groups // xcds * xcds
-    assert all(len(met[group]) == 1 for group in range(whole))
-    first = whole
-    for width in xcd.widths(xcds)[1:]:
-        until = groups // width * width
-        assert all(len(met[group]) <= xcds // width for group in range(first, until))
-        first = until
-
-
-@pytest.mark.parametrize(
-    ("arch", "product", "xcds"),
-    [
-        ("gfx942", "MI300X", 8),
-        ("gfx942", "MI300A", 6),
-        ("gfx942", "MI308X", 4),
-        ("gfx950", "MI355X", 8),
-        ("sm90", None, 1),
-    ],
-)
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 10, 16])
-def test_heads_of_products(arch, product, xcds, heads):
-    """Every XCD gets as much work as any other, to one program a round of dealing."""
-    target = describe(arch, product)
-    assert target.xcds == xcds
-    items = 96
-    load = Counter(program % xcds for program in range(heads * items))
-    assert max(load.values()) - min(load.values()) <= 1
-    heads_of = Counter((program % xcds, xcd.order(program, items, heads, xcds)[0]) for program in range(heads * items))
-    assert max(Counter(xcd for xcd, _ in heads_of).values()) <= -(-heads // xcds) + len(xcd.widths(xcds)) - 1
-
-
-@pytest.mark.parametrize("xcds", [0, 33])
-def test_as_many_xcds_are_refused(xcds):
-    with pytest.raises(ValueError, match=f"xcds is {xcds}; it must be 1 to 32"):
-        xcd.widths(xcds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import cells
 import numpy as np
@@ -12,14 +13,16 @@ import torch
 import portable
 from portable.kernel import FEATURES, KV, Needs, Segment
 from portable.layer import Layer, LayerTensors
+from portable.platform.target import Target
 
 pytest.importorskip("triton")
 
 from portable.backends.triton import paged, paged_tiles
 from portable.backends.triton.launch import recorded
+from portable.backends.triton.xcd import order
 
 (KERNEL,) = paged.KERNELS
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm80", "sm90")
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm80", "sm89", "sm90")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -45,11 +48,11 @@ def segment(queries, keys, width=64, page_size=16, causal=True) -> Segment:
     )
 
 
-def launches(arch: str, layer: Layer, made: Segment):
+def launches(arch: str | Target, layer: Layer, made: Segment):
     """What a step of one layer launches."""
     tokens, pages = made.tokens.stop, 100
     kv = (layer.num_kv_heads, layer.qk_head_dim), (layer.num_kv_heads, layer.v_head_dim)
-    with recorded(portable.describe(arch)) as calls:
+    with recorded(portable.describe(arch) if isinstance(arch, str) else arch) as calls:
         made = replace(made, prepared=KERNEL.prepare(made, layer))
         KERNEL.run(
             meta(tokens, layer.num_heads, layer.qk_head_dim, dtype=layer.dtype),
@@ -82,6 +85,38 @@ def test_what_is_launched_depends_on_no_length(arch, layer):
     assert some == others
 
 
+PARTITIONS = {  # compute units and XCDs of what one device is
+    "MI300X whole": ("gfx942", 304, 8),
+    "MI300X in two": ("gfx942", 152, 4),
+    "MI300X in four": ("gfx942", 76, 2),
+    "MI300X in eight": ("gfx942", 38, 1),
+    "MI300A": ("gfx942", 228, 6),
+    "MI350X": ("gfx950", 256, 8),
+    "H100": ("sm90", 132, 1),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("arch, units, xcds", PARTITIONS.values(), ids=PARTITIONS)
+def test_programs_that_read_the_same_keys_are_on_one_xcd(arch, units, xcds, kv_heads):
+    """48 tokens of 16 heads a KV head are 6 tiles of 128 rows a request, listed one after the other."""
+    layer = Layer.gqa(num_heads=16 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
+    target = replace(portable.describe(arch), compute_units=units, xcds=xcds)
+    calls = launches(target, layer, segment([48] * 12, [4000] * 12, width=512))
+    (attend,) = (call for call in calls if call.kernel.kernel.__name__ == "attend_kernel")
+    (programs,), run = attend.grid, attend.kernel.options["RUN"]
+    assert attend.kernel.options["XCDS"] == xcds and run == (1 if xcds == 1 else 4)
+    work = [order(program, kv_heads, xcds, run) for program in range(programs)]
+    assert sorted(work) == [(head, item) for head in range(kv_heads) for item in range(programs // kv_heads)]
+    on: dict[tuple[int, int], set[int]] = {}
+    for program, (head, item) in enumerate(work):
+        on.setdefault((head, item // run), set()).add(program % xcds)
+    assert all(len(each) == 1 for each in on.values())
+    for head in range(kv_heads):  # and a head is on as few as the work of all heads allows
+        dies = set().union(*(each for (of, _), each in on.items() if of == head))
+        assert len(dies) <= -(-xcds // kv_heads) + bool(xcds % kv_heads and kv_heads % xcds)
+
+
 @pytest.mark.parametrize("causal", [True, False, "mixed"])
 def test_a_mixed_batch_is_planned_without_a_value(causal):
     made = segment([300, 1, 1, 0], [900, 5, 1000, 0], width=512, causal=causal)
@@ -102,13 +137,14 @@ def test_every_tile_has_keys_in_multiples_of_16_and_fits_the_device(arch):
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (16, 64, 80, 128, 192, 256):
             layer = Layer.gqa(num_heads=32, num_kv_heads=4, head_dim=dim, dtype=dtype)
-            for block_m in (16, 32, 64, 128):
-                tile = paged_tiles.tile_of(target, layer, block_m)
-                assert tile.block_n % 16 == 0
-                # a stage of K and V in shared memory for each that is in flight
-                stages = tile.num_stages - (target.vendor == "nvidia")
-                pad = 1 << (dim - 1).bit_length()
-                assert tile.block_n * 2 * pad * dtype.itemsize * max(stages, 1) <= target.shared_memory
+            for block_m, few in product((16, 32, 64, 128), (False, True)):
+                if block_m <= paged_tiles.rows_of(layer, 1000):
+                    tile = paged_tiles.tile_of(target, layer, block_m, few)
+                    assert tile.block_n % 16 == 0
+                    # a stage of K and V in shared memory for each that is in flight
+                    stages = tile.num_stages - (target.vendor == "nvidia")
+                    pad = 1 << (dim - 1).bit_length()
+                    assert tile.block_n * 2 * pad * dtype.itemsize * max(stages, 1) <= target.shared_memory
 
 
 def test_it_declares_every_feature_and_refuses_what_it_cannot():

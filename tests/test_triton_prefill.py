@@ -48,28 +48,6 @@ def test_the_tiles_hold_every_row_once_and_those_with_most_keys_come_first(lens,
     assert work == sorted(work, reverse=True)
 
 
-def dealt(program: int, kv_heads: int, xcds: int) -> tuple[int, int]:
-    """(KV head, tile) of a program, as the kernel computes it."""
-    pair = program % xcds * kv_heads + program // xcds % kv_heads
-    return pair // xcds, program // (xcds * kv_heads) * xcds + pair % xcds
-
-
-@pytest.mark.parametrize("xcds", [1, 2, 4, 6, 8])
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 5, 8, 12, 16, 32])
-def test_an_xcd_works_on_as_few_kv_heads_as_it_can_and_on_its_share_of_long_tiles(kv_heads, xcds):
-    rounds = 5
-    programs = range(rounds * xcds * kv_heads)
-    assert sorted(dealt(p, kv_heads, xcds) for p in programs) == [
-        (head, tile) for head in range(kv_heads) for tile in range(rounds * xcds)
-    ]
-    for xcd in range(xcds):
-        own = [dealt(p, kv_heads, xcds) for p in programs if p % xcds == xcd]
-        least = -(-kv_heads // xcds)
-        assert len({head for head, _ in own}) <= (least if kv_heads % xcds == 0 or xcds % kv_heads == 0 else least + 1)
-        tiles = [tile for _, tile in own]
-        assert [tile // xcds for tile in tiles] == sorted(tile // xcds for tile in tiles)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("width", [16, 24, 64, 80, 96, 128, 192, 200, 256])
 def test_every_width_has_a_tile_on_every_architecture(arch, width):

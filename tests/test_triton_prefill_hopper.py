@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import segment
+from test_triton_launch import pretended
 
 triton = pytest.importorskip("triton")
 
 import portable  # noqa: E402
 from portable.backends.triton import prefill_hopper as hopper  # noqa: E402
 from portable.backends.triton.launch import recorded  # noqa: E402
-from portable.kernel import Op  # noqa: E402
-from portable.layer import Layer  # noqa: E402
+from portable.kernel import KV, Kernel, Op  # noqa: E402
+from portable.layer import Layer, LayerTensors  # noqa: E402
 from portable.platform.detect import describe  # noqa: E402
-from portable.sets import ANY_SIZE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(hopper.device is None, reason="this Triton has no Gluon")
 LAYER = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -101,13 +101,30 @@ def test_lengths_that_only_the_device_knows_are_left_to_the_portable_kernel():
         assert not isinstance(hopper.prepare(made, LAYER), hopper.Items)
 
 
-def test_heads_at_a_time_divide_the_heads_and_fit():
-    for kv_heads in (1, 6, 8):
-        layer = Layer.gqa(num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
-        for keys in (1, 8192, 30_000, 10**6):
-            heads = hopper.heads_at_a_time(layer, keys)
-            assert layer.num_heads % heads == 0 and heads % layer.group == 0
-            assert heads == layer.group or heads // layer.group * keys * 512 <= hopper.L2
+def test_launches_by_the_short_way_are_those_of_triton():
+    """From the second call on Triton is not asked; descriptors of other tensors of these strides are not checked."""
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+
+    def call(made, heads, out):
+        hopper.attend(*heads, made, layer, LayerTensors(), out, None)
+
+    with pretended() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "target_of", lambda tensor: describe("sm90", "H100"))
+        patch.setattr(hopper, "upload", lambda arrays, device: [torch.from_numpy(array) for array in arrays])
+        made = segment(hopper.KERNELS[0], ((130, 130),), layer)
+        given = [(torch.empty(130, n, 64, dtype=torch.bfloat16) for n in (4, 2, 2)) for _ in range(3)]
+        heads = [(q, KV(k, v)) for q, k, v in given]
+        out = torch.empty(130, 4, 64, dtype=torch.bfloat16)
+        for each in heads:
+            call(made, each, out)
+        loaded, (held,) = gpu.loaded, made.prepared.kernel._kernels.values()
+        assert loaded == 1 and len(held.exact) == 1
+        for (q, kv), (*_, (grid, _, _, arguments)) in zip(heads, gpu.launches, strict=True):
+            assert grid == (8, 1, 1)
+            assert [each.base for each in arguments[:3]] == [q, *kv]
+            assert [each.shape for each in arguments[:3]] == [[130, 256], [130, 128], [130, 128]]
+            assert arguments[3:5] == (None, None) and arguments[5] == out.data_ptr()
+            assert arguments[6:] == gpu.launches[0][3][3][6:]
 
 
 def test_where_it_is_offered():
@@ -122,22 +139,31 @@ def test_where_it_is_offered():
             assert kernel.why_not(describe(arch), layer, prompt)
 
 
-@pytest.mark.parametrize(("width", "page", "left"), [(128, None, False), (128, 16, True), (256, 64, False)])
-def test_what_is_compiled(width, page, left):
+@pytest.mark.parametrize(
+    ("width", "v_width", "page", "left"),
+    [(128, 128, None, False), (128, 128, 16, True), (256, 256, 64, False), (192, 128, None, False)],
+)
+def test_what_is_compiled(width, v_width, page, left):
     """Asynchronous products, copies by TMA, registers moved to those who multiply; no product waits for the next."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    keys = 128 if width <= 128 else 64
+    keys = hopper.block_n(Layer.gqa(num_heads=8, head_dim=width, v_head_dim=v_width))
     kernel = hopper.device.attend_kernel
-    constants = {"HEADS": 8, "PART": 4, "RATIO": 4, "WIDTH": width, "V_WIDTH": width, "BLOCK_N": keys, "STAGES": 2}
+    first = hopper.power_of_2(width)
+    constants = {"HEADS": 8, "RATIO": 4, "WIDTH": first, "REST": width - first, "V_WIDTH": v_width}
+    constants |= {"BLOCK_N": keys, "STAGES": 2}
     constants |= {"PAGE": page, "CAUSAL": True, "LEFT": left, "causal": None, "sinks": None}
     constants |= {} if page else {"table": None}
+    constants |= {} if width > first else {"q_rest": None, "k_rest": None}
     signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    for name, rows in (("q", hopper.ROWS), ("k", min(keys, page or keys)), ("v", min(keys, page or keys))):
-        layout = gl.NVMMASharedLayout.get_default_for([rows, width], gl.bfloat16)
-        signature[name] = f"tensordesc<bf16[{rows}, {width}],{layout!r}>"
+    block = min(keys, page or keys)
+    boxes = {"q": (hopper.ROWS, first), "k": (block, first), "v": (block, v_width)}
+    boxes |= {"q_rest": (hopper.ROWS, width - first), "k_rest": (block, width - first)} if width > first else {}
+    for name, box in boxes.items():
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
+        signature[name] = f"tensordesc<bf16[{box[0]}, {box[1]}],{layout!r}>"
     signature |= {"out": "*bf16", "lse": "*fp32", "items": "*i32", "scale": "fp32"}
     signature |= {"table": "*i32"} if page else {}
     source = GluonASTSource(kernel, signature, constants, {})
@@ -148,6 +174,16 @@ def test_what_is_compiled(width, page, left):
         assert instruction in ptx
 
 
+@pytest.mark.parametrize("kernel", hopper.KERNELS, ids=str)
+def test_the_contract_asks_for_queries_that_it_takes(kernel):
+    """And for data that tell a kernel which leaves out a feature from one that has it."""
+    cases = list(cells.cases(kernel, describe("sm90")))
+    assert len(cases) > 20 and {case.lens for case in cases} == set(cells.LONG.values())
+    oracle = Kernel(kernel.caps, kernel.run)  # unprepared: only the data are made
+    for case in cases[::8]:
+        contract.telling(oracle, case, "cpu")
+
+
 SM90 = torch.cuda.is_available() and portable.detect("cuda").arch == "sm90"
 
 
@@ -155,6 +191,5 @@ SM90 = torch.cuda.is_available() and portable.detect("cuda").arch == "sm90"
 @pytest.mark.parametrize("op", [Op.PREFILL, Op.PAGED])
 def test_contract(op):
     kernel = next(kernel for kernel in hopper.KERNELS if kernel.caps.op is op)
-    kernel = replace(kernel, caps=replace(kernel.caps, query_lens=ANY_SIZE))  # the contract's requests are short
     for case in cells.cases(kernel, portable.detect("cuda")):
         contract.check(kernel, case, "cuda")

@@ -72,12 +72,36 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+CONFIGS["deepseek_v2"] = (
+    "DeepseekV2Config",
+    {**CONFIGS["deepseek_v3"][1], "q_lora_rank": None, "n_shared_experts": 1, "topk_method": "greedy"},
+)
 FAMILIES = tuple(CONFIGS)
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2Config",
+        {"expand": 2, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    ),
+    "bamba": (
+        "BambaConfig",
+        {
+            "mamba_expand": 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+            "attn_layer_indices": [1],
+        },
+    ),
+    "mamba": ("MambaConfig", {"expand": 2, "state_size": 4, "time_step_rank": 3}),
+    "falcon_mamba": ("FalconMambaConfig", {"expand": 2, "state_size": 4, "time_step_rank": 3}),
+}
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """The transformers config of a family, with changes."""
-    name, facts = CONFIGS[family]
+    name, facts = {**CONFIGS, **RECURRENT}[family]
     return getattr(models.transformers(), name)(**{**SIZES, **facts, **changes})
 
 
@@ -91,6 +115,10 @@ def tiny_model(family: str, attention: str = "portable", **changes: Any) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
+        elif name.endswith(("A_log", "dt_bias", "dt_proj.bias", ".D")):  # states that last, and differ between heads
+            torch.nn.init.uniform_(parameter, -2.0, 0.5)
+        elif name.endswith(("conv1d.weight", "dt_proj.weight")):
+            torch.nn.init.normal_(parameter, std=0.5)
     return model.eval()
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from portable.backends.adapter import Adapter, Step
-from portable.backends.rows import as_slots, token_csr
+from portable.backends.adapter import Adapter
 from portable.kernel import KV, Requires, Segment
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.merge import merge_states
@@ -38,7 +37,6 @@ class Call(Adapter):
     def prepare(self, segment: Segment, layer: Layer) -> Any:
         return super().prepare(segment, replace(layer, sinks=False))
 
-    @torch.no_grad()  # with gradients, some of the callables insist on an LSE
     def run(
         self,
         q: torch.Tensor,
@@ -49,42 +47,16 @@ class Call(Adapter):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        if q.requires_grad and torch.is_grad_enabled():  # with which some of the callables insist on an LSE
+            with torch.no_grad():
+                self.run(q, kv, segment, layer, tensors, out, lse)
+            return
         if not layer.sinks:
             super().run(q, kv, segment, layer, tensors, out, lse)
             return
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32) if lse is None else lse
         super().run(q, kv, segment, replace(layer, sinks=False), tensors._replace(sinks=None), out, lse)
         merge_states([out], [lse], tensors.sinks, out, lse)
-
-
-class SlotCall(Call):
-    """A callable that is given slots instead of pages: any page size, on every release."""
-
-    def _common(self, segment: Segment, layer: Layer) -> dict[str, Any]:
-        csr = token_csr(segment)
-        of_tokens = {"kv_indptr": csr.indptr, "kv_indices": csr.indices, "kv_last_page_len": csr.last_page_len}
-        names = self.convention.names
-        return super()._common(segment, layer) | {
-            names[name]: value for name, value in of_tokens.items() if name in names
-        }
-
-    def _call(
-        self,
-        step: Step,
-        fixed: dict[str, Any],
-        q: torch.Tensor,
-        kv: KV,
-        segment: Segment,
-        layer: Layer,
-        tensors: LayerTensors,
-        out: torch.Tensor,
-        wants_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        indices = self.convention.names["kv_indices"]
-        slots, index = as_slots(kv, fixed[indices], segment.page_size)
-        if slots.v is None:
-            slots = KV(slots.k.unsqueeze(1), None)  # pages of one
-        return super()._call(step, fixed | {indices: index}, q, slots, segment, layer, tensors, out, wants_lse)
 
 
 def module_of(name: str) -> Any:

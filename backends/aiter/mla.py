@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from portable.backends.adapter import Convention, why_not_called
-from portable.backends.aiter.calls import ARCHS, NEW, OLD, TOLERANCE, SlotCall, module_of
+from portable.backends.aiter.calls import ARCHS, NEW, OLD, TOLERANCE, Call, module_of
 from portable.backends.rows import each_query
 from portable.kernel import KV, Kernel, KernelCaps, LseForm, Op, Segment
 from portable.layer import Layer, LayerTensors, UnsupportedError
@@ -21,7 +21,7 @@ BUFFERS = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "r
 GRANULARITY = 16  # keys that no division of the work cuts
 
 
-class MlaCall(SlotCall):
+class MlaCall(Call):
     """Rows of one query, of a number of heads that the assembly has."""
 
     info_set = "work_info_set"  # what the metadata call names it
@@ -128,14 +128,15 @@ OLD_DECODE = Convention(
         "scale": "sm_scale",
     },
     fixed=dict.fromkeys(BUFFERS),  # made in each step
+    pages="single",
     returns={},
     writes_out=True,  # what it returns first is scratch
     zeroes_empty=False,  # 0 / 0
 )
 DECODE = replace(
     OLD_DECODE,
-    names={**OLD_DECODE.names, "lse": "return_lse"},
-    fixed={**OLD_DECODE.fixed, "page_size": 1, "nhead_kv": 1},
+    names={**OLD_DECODE.names, "lse": "return_lse", "page_size": "page_size"},
+    fixed={**OLD_DECODE.fixed, "nhead_kv": 1},
     returns={2: 1},
     lse=LseForm(layout="th", empty="nan"),
 )
@@ -154,6 +155,7 @@ CAPS = KernelCaps(
     page_sizes=multiple_of(1),
     page_form="csr",
     features=frozenset({"noncausal", "lse"}),
+    max_tensor_bytes=2**32,  # the bfloat16 kernels of 16 and 128 heads wrap behind it
     tolerance=TOLERANCE,
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from portable.backends.adapter import Convention
-from portable.backends.aiter.calls import ARCHS, EITHER, HALVES, TOLERANCE, Call, SlotCall
+from portable.backends.aiter.calls import ARCHS, EITHER, HALVES, TOLERANCE, Call
 from portable.backends.rows import each_query
 from portable.kernel import KV, Kernel, KernelCaps, LseForm, Op, Segment
 from portable.layer import Layer, LayerTensors
@@ -44,7 +44,8 @@ class DecodeCall(Call):
 
     def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise a ValueError for pages that the kernel would misread: it takes the strides of K for those of V."""
-        if k.stride()[:2] != v.stride()[:2] or not (k[0, 0].is_contiguous() and v[0, 0].is_contiguous()):
+        dense = k.is_contiguous() and v.is_contiguous()
+        if k.stride()[:2] != v.stride()[:2] or not (dense or (k[0, 0].is_contiguous() and v[0, 0].is_contiguous())):
             raise ValueError(
                 f"caches k and v have strides {list(k.stride())} and {list(v.stride())}; "
                 "pages and heads must be as far apart in both, and what is in a head dense"
@@ -153,6 +154,8 @@ SLOTS = Convention(
         "causal": "causal",
         "window": "window_size",
     },
+    pages="token",
+    address_window=2**32,  # it adds offsets to the lower half of an address
     returns={2: 1},
     lse=LseForm(empty="nan"),  # not confirmed
     zeroes_empty=False,
@@ -185,7 +188,7 @@ KERNELS: tuple[Kernel, ...] = (
             features=frozenset({"alibi", "noncausal"}),
         )
     ),
-    SlotCall(SLOTS).kernel(
+    Call(SLOTS).kernel(
         replace(
             DECODE_CAPS,
             name="aiter.paged",
@@ -196,6 +199,7 @@ KERNELS: tuple[Kernel, ...] = (
             page_form="csr",
             features=frozenset({"window", "softcap", "sinks", "alibi", "noncausal", "lse"}),
             max_seq_len=None,
+            max_tensor_bytes=2**31,  # what is behind reads as 0
         )
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -49,14 +48,6 @@ class CkCall(Call):
         return "goes to Triton because ENABLE_CK is off; use aiter.varlen_triton, or switch it on"
 
 
-class NewCkCall(CkCall):
-    """The third number of a window is one of sink tokens."""
-
-    def _masks(self, layer: Layer, causal: bool) -> dict[str, Any]:
-        masks = super()._masks(layer, causal)
-        return masks | {"window_size": (*masks["window_size"], 0)}
-
-
 class TritonCall(Call):
     """Slopes are those of each request."""
 
@@ -84,11 +75,13 @@ CK = Convention(
     function="flash_attn_varlen_func",
     names={**NAMES, "out": "out", "softcap": "logits_soft_cap"},
     step={"alibi_slopes": slopes_for_ck},
+    window_more=(0,),  # sink tokens
     returns={2: 1},
     # neither is confirmed: CK and assembly may differ
     lse=LseForm(empty="nan"),
     zeroes_empty=False,
 )
+OLD_CK = replace(CK, window_more=())
 TRITON = Convention(
     module="aiter.ops.triton.attention.mha",
     function="flash_attn_varlen_func",
@@ -119,9 +112,9 @@ TRITON_CAPS = replace(
 )
 
 KERNELS: tuple[Kernel, ...] = (
-    NewCkCall(CK).kernel(CK_CAPS),
+    CkCall(CK).kernel(CK_CAPS),
     # here the assembly takes calls with a cap and drops it
-    CkCall(CK).kernel(
+    CkCall(OLD_CK).kernel(
         replace(CK_CAPS, name="aiter.varlen_017", requires=(OLD,), features=CK_CAPS.features - {"softcap"})
     ),
     TritonCall(TRITON).kernel(TRITON_CAPS),

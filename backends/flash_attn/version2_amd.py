@@ -31,6 +31,7 @@ VARLEN_AITER = replace(VARLEN_2, names={**VARLEN, **LSE}, folds_single=False, ls
 CDNA = frozenset({"gfx90a", "gfx942", "gfx950"})  # what Composable Kernel is built for
 CK, TRITON = "flash-attn[ck]", "flash-attn[triton]"
 FEATURES = frozenset({"noncausal", "lse"})
+REACH = 2**32  # bytes: the Triton kernel up to 2.8.3 multiplies rows by strides in int32, elements of two bytes
 
 
 def caps(
@@ -77,7 +78,9 @@ KERNELS = (
         )
     ),
     Adapter(PAGED_CK).kernel(caps(Op.PAGED, "ck_varlen_paged", Requires(CK, ">=2.6,<3"), CDNA, MASKS)),
-    Adapter(VARLEN_TRITON).kernel(caps(Op.PREFILL, "triton_varlen", Requires(TRITON, ">=2.6,<2.8.4"), ANY)),
+    Adapter(VARLEN_TRITON).kernel(
+        replace(caps(Op.PREFILL, "triton_varlen", Requires(TRITON, ">=2.6,<2.8.4"), ANY), max_tensor_bytes=REACH)
+    ),
     Adapter(VARLEN_AITER).kernel(
         caps(Op.PREFILL, "aiter_varlen", Requires(TRITON, ">=2.8.4,<3"), ANY, FEATURES | {"window"})
     ),

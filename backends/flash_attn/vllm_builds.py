@@ -2,7 +2,8 @@
 
 * It takes the lengths of pages in use, not offsets into them; of both, it takes one.
 * Version 2 reads pages of multiples of 16 and need not write to `out`. Version 3 writes to it, and has sinks, which
-  are bfloat16 and for V as wide as K. Whether they are in the LSE is not documented: never both.
+  are bfloat16, for V as wide as K and up to 64 heads. They are in the LSE; a row without keys has the sink or -inf
+  there, as its tile was computed or passed over.
 * Descales, a schedule or `q_v` that version 2 is given are dropped without a word, so it is given none.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -49,9 +51,12 @@ MLA_V3 = replace(PAGED_V3, names={**PAGED_V3.names, "qv": "q_v"})
 
 
 def _with_sinks(convention: Convention) -> Convention:
-    names = {name: keyword for name, keyword in convention.names.items() if name != "lse"}
     return replace(
-        convention, names={**names, "sinks": "s_aux"}, sink_dtype=torch.bfloat16, zeroes_empty=False, lse=LseForm("ht")
+        convention,
+        names={**convention.names, "sinks": "s_aux"},
+        sink_dtype=torch.bfloat16,
+        zeroes_empty=False,
+        lse=LseForm(empty="nan"),
     )
 
 
@@ -92,8 +97,10 @@ def _kernel(
 
 
 def _sinks(convention: Convention, op: Op, name: str, *, decode: bool = False) -> Kernel:
-    kernel = _kernel(_with_sinks(convention), op, name, features=version3.FEATURES - {"lse"} | {"sinks"}, decode=decode)
-    return replace(kernel, caps=replace(kernel.caps, dtypes=frozenset({torch.bfloat16})))
+    kernel = _kernel(_with_sinks(convention), op, name, features=version3.FEATURES | {"sinks"}, decode=decode)
+    limits: dict[str, Any] = {"dtypes": frozenset({torch.bfloat16}), "num_heads": multiple_of(1, up_to=64)}
+    rounded = {torch.bfloat16: 2e-2}  # a sink of 5 is off by up to 0.016, so its weight by 1.6 %
+    return replace(kernel, caps=replace(kernel.caps, tolerance=rounded, **limits))
 
 
 KERNELS = tuple(_kernels())

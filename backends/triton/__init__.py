@@ -8,7 +8,21 @@ from importlib.util import find_spec
 from portable.kernel import Kernel
 
 # in the order in which `select` prefers them: the kernel for fewer devices or longer queries comes first
-FILES = ("prefill_hopper", "prefill", "paged", "merge", "cache", "copy")
+FILES = (
+    "prefill_hopper",
+    "prefill",
+    "paged",
+    "mla_decode_hopper",
+    "mla_decode",
+    "merge",
+    "cache",
+    "copy",
+    "conv1d",
+    "ssd",
+    "scan",
+    "state_update",
+    "state_copy",
+)
 
 
 def _kernels() -> tuple[Kernel, ...]:

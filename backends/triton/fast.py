@@ -64,6 +64,7 @@ class Kernel:
         self.on = on
         self.options = {"enable_fp_fusion": True, **options}  # Triton 3.10 turns its default
         self.classes: dict[Any, Compiled | None] = {}  # None: Triton launches it
+        self.warm: dict[Any, Any] = {}  # what an emulated device's warm-up compiled; Triton launches it
         self.exact: dict[Any, Compiled] = {}
         self.launch: Callable[..., None] = _Writer(self).launcher(types) or self.cold
 
@@ -92,12 +93,21 @@ class Kernel:
         self.exact[key] = found
         self.launch(grid, *arguments)
 
-    def warmup(self, device: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Compile for `arguments`, which may be meta tensors, and load; a module cannot be loaded during a capture."""
+    def warmup(self, device: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
+        """Compile for `arguments`, which may be meta tensors, and load; a module cannot be loaded during a capture.
+
+        False where that was done before.
+        """
         with self.on(device):
+            kind = self.kind(device, arguments)
+            if kind in (self.classes if device >= 0 else self.warm):
+                return False
             made = self.kernel.warmup(*arguments, grid=grid, **self.options)
             if device >= 0:
-                self.classes.setdefault(self.kind(device, arguments), compiled(made))
+                self.classes[kind] = compiled(made)
+            else:
+                self.warm[kind] = made
+            return True
 
     def kind(self, device: int, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """What Triton compiles for, or something finer."""
@@ -107,9 +117,11 @@ class Kernel:
     def _class(self, param: Any, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._class(None, each) for each in value)
+        if is_map(type(value)):
+            return value.base.dtype, tuple(value.block_shape), value.layout, value.padding
         if isinstance(value, torch.Tensor):
             small = torch.version.hip is None or value.untyped_storage().nbytes() < 2**31
-            return value.dtype, value.data_ptr() % 16 == 0, small
+            return value.dtype, any_address(param) or value.data_ptr() % 16 == 0, small
         if type(value) is not int or (param is not None and param.is_constexpr):
             return type(value) if type(value) in (bool, float) else (type(value), value)
         bits = 32 if -(2**31) <= value < 2**31 else 63 if value < 2**63 else 64
@@ -124,6 +136,7 @@ class _Writer:
         self.key = ["device"]
         self.lines: list[str] = []
         self.pointers: list[str] = []  # the tensors' names; their addresses are the same with p in front
+        self.aligned: list[str] = []  # those whose alignment matters
 
     def launcher(self, types: Sequence[Any]) -> Callable[..., None] | None:
         """None where the kernel is none of `triton.jit`, or where an argument needs more than is written here."""
@@ -145,8 +158,9 @@ class _Writer:
             passed.append(f"c{place}")
         if None in passed or not self.pointers:
             return None
-        aligned = ", ".join(f"p{name} & 15 == 0" for name in self.pointers)
-        self.key.append(f"({' | '.join(f'p{name}' for name in self.pointers)}) & 15 and ({aligned},)")
+        if self.aligned:
+            aligned = ", ".join(f"p{name} & 15 == 0" for name in self.aligned)
+            self.key.append(f"({' | '.join(f'p{name}' for name in self.aligned)}) & 15 and ({aligned},)")
         if torch.version.hip:
             self.key += [f"{name}.untyped_storage().nbytes() < 0x80000000" for name in self.pointers]
         run = f"run(x, y, z, raw_stream(device), function, metadata, None, None, None, {', '.join(map(str, passed))})"
@@ -182,14 +196,28 @@ class _Writer:
             return None if None in taken else f"({''.join(f'{each}, ' for each in taken)})"
         elif issubclass(kind, torch.Tensor):
             self.pointers.append(name)
+            if not any_address(param):
+                self.aligned.append(name)
             self.key.append(f"{name}.dtype")
             return f"p{name}"
+        elif is_map(kind):  # Triton's launcher encodes it
+            self.key.append(f"({name}.base.dtype, *{name}.block_shape, {name}.layout, {name}.padding)")
         elif kind is int:
             narrow = f"-0x80000000 <= {name} <= 0x7FFFFFFF or {name}"
             self.key.append(f"({narrow})" if param is not None and param.do_not_specialize else name)
         elif kind not in (bool, float, type(None)):  # of these the type says all
             return None
         return name
+
+
+def any_address(param: Any) -> bool:
+    """Whether Triton compiles the same for any address of a tensor."""
+    return param is not None and (param.do_not_specialize or param.do_not_specialize_on_alignment)
+
+
+def is_map(kind: type) -> bool:
+    """Whether arguments of a type are descriptors of tensors, for copies that the device makes by itself."""
+    return kind.__name__ == "TensorDescriptor"
 
 
 def tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -68,13 +68,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if known is not None and _recording is None:
         known(grid, *arguments)
         return
-    named = (id(kernel), *options, *values, *map(type, values))
-    bound = _bound.get(named)
-    if bound is None:
-        bound = _bound[named] = Bound(kernel, options)
-    bound(grid, *arguments)
+    made = bound(kernel, options)
+    made(grid, *arguments)
     if _recording is None and tuple not in map(type, arguments):  # of a tuple, its parts' types count as well
-        _known[key] = bound.kernel_of(arguments).launch
+        _known[key] = made.kernel_of(arguments).launch
+
+
+def bound(kernel: Any, options: Mapping[str, Any]) -> Bound:
+    """The one `Bound` of a kernel with these options: what was compiled for one step is there for the next."""
+    values = options.values()
+    named = (id(kernel), *options, *values, *map(type, values))
+    found = _bound.get(named)
+    if found is None:
+        found = _bound[named] = Bound(kernel, options)
+    return found
 
 
 class Bound:
@@ -103,9 +110,12 @@ class Bound:
             found = self._kernels[types] = Kernel(self.kernel, self.options, types, _on)
         return found
 
-    def warmup(self, device: int, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Compile and load for these arguments, which may be meta tensors, on a GPU; or -1, the emulated device."""
-        self.kernel_of(arguments).warmup(device, grid, arguments)
+    def warmup(self, device: int, grid: tuple[int, ...], *arguments: Any) -> bool:
+        """Compile and load for these arguments, which may be meta tensors, on a GPU; or -1, the emulated device.
+
+        False where that was done before.
+        """
+        return self.kernel_of(arguments).warmup(device, grid, arguments)
 
 
 @contextmanager
@@ -119,11 +129,30 @@ def recorded(target: Target) -> Iterator[list[Call]]:
         _recording = before
 
 
-def warmup(calls: Iterable[Call], device: torch.device) -> None:
-    """Compile and load, for a device, what recorded launches need, so that they can be captured; nothing runs."""
+@contextmanager
+def reached(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within the block kernels may reach these tensors by addresses stored in others; only emulated devices must know.
+
+    Args:
+        tensors: of one device.
+    """
+    found = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    emulation = _emulation() if found and _recording is None else None
+    if emulation is not None:
+        emulation.reachable += found
+    yield
+    if emulation is not None:
+        del emulation.reachable[len(emulation.reachable) - len(found) :]
+
+
+def warmup(calls: Iterable[Call], device: torch.device) -> int:
+    """Compile and load, for a device, what recorded launches need, so that they can be captured; nothing runs.
+
+    Returns the number of kernels that were not there.
+    """
     index = torch.cuda.current_device() if device.type != "cpu" and device.index is None else device.index
-    for call in calls:
-        call.kernel.warmup(-1 if index is None else index, call.grid, *call.arguments)
+    index = -1 if index is None else index
+    return sum([call.kernel.warmup(index, call.grid, *call.arguments) for call in calls])
 
 
 def _type(value: Any) -> Any:

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 TILES = {"nvidia": Tile(8, 4, 128, 4), "amd": Tile(16, 4, 128, 4)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "lse_head", "lse_token"])
 def _merge(
     outs,  # N pointers
     lses,

@@ -15,14 +15,19 @@ import triton.language as tl
 
 from portable.backends.triton.archs import on_gpus
 from portable.backends.triton.fp8 import FLAVOURS
-from portable.backends.triton.launch import Bound, target_of
-from portable.backends.triton.paged_kernel import LOG2E, attend_kernel, combine_kernel
+from portable.backends.triton.launch import Bound, bound, target_of
+from portable.backends.triton.paged_kernel import attend_kernel
+from portable.backends.triton.paged_load import even
+from portable.backends.triton.paged_result import LOG2E, combine_kernel
 from portable.backends.triton.paged_tiles import Tile, rows_of, tile_of
 from portable.backends.triton.schedule import OPEN, Schedule, schedule
+from portable.backends.triton.xcd import room, run_of
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.target import Target
 from portable.sets import ANY_SIZE, Sizes, multiple_of
+
+JOINS = 16  # rows that a compute unit joins at once; where few tiles are split, most of more programs would find none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +38,10 @@ class Prepared:
     tile: Tile
     block_m: int
     rows: int  # of a tile that may be live
+    run: int  # items that may read the same keys, where an XCD takes them together
     parts: torch.Tensor | None  # [slots, Hkv, rows, Dv] f32
     parts_lse: torch.Tensor | None  # [slots, Hkv, rows] f32, in units of log2
+    joins: int  # the most programs of the second kernel
     kernels: dict[tuple[object, ...], tuple[Bound, Bound]]
 
 
@@ -42,9 +49,13 @@ def prepare(segment: Segment, layer: Layer, tile: Tile | None = None) -> Prepare
     """List the segment's work on its device."""
     target = target_of(segment.seq_lens)
     block_m = rows_of(layer, segment.max_query_len)
-    tile = tile or tile_of(target, layer, block_m)
     rows = min(block_m, layer.group * segment.max_query_len)
-    once = -(-(target.compute_units or 64) * tile.programs // layer.num_kv_heads)
+    tiles = triton.cdiv(layer.group * segment.max_query_len, block_m)
+    run = run_of(tiles, target.xcds)
+    units = target.compute_units or 64
+    few = 2 * len(segment.seq_lens) * tiles * layer.num_kv_heads <= units and not layer.batch_invariant
+    tile = tile or tile_of(target, layer, block_m, few)
+    once = -(-units * tile.programs // layer.num_kv_heads)
     work = schedule(
         segment,
         layer.window,
@@ -54,6 +65,7 @@ def prepare(segment: Segment, layer: Layer, tile: Tile | None = None) -> Prepare
         enough=max(1, tile.enough // tile.block_n),
         once=once,
         wanted=once * tile.turns,
+        multiple=room(1, target.xcds, run),
         fixed=layer.batch_invariant,
     )
     parts = parts_lse = None
@@ -61,7 +73,7 @@ def prepare(segment: Segment, layer: Layer, tile: Tile | None = None) -> Prepare
         shape = (work.slots, layer.num_kv_heads, rows)
         parts = torch.empty((*shape, layer.v_head_dim), dtype=torch.float32, device=segment.seq_lens.device)
         parts_lse = parts.new_empty(shape)
-    return Prepared(work, tile, block_m, rows, parts, parts_lse, {})
+    return Prepared(work, tile, block_m, rows, run, parts, parts_lse, JOINS * units, {})
 
 
 def attend(
@@ -83,7 +95,7 @@ def attend(
     if fp8:
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
         narrow = min(layer.qk_head_dim, layer.v_head_dim) <= 16  # half of which is less than a product takes
-        pairs = not narrow and layer.dtype.itemsize == 2 and _even(k) and _even(v)
+        pairs = not narrow and layer.dtype.itemsize == 2 and even(k) and even(v)
         k, v = (each.view(torch.int16 if pairs else torch.uint8) for each in (k, v))
     k_strides, v_strides = k.stride(), v.stride()
     page_size = k.shape[1]
@@ -136,7 +148,7 @@ def attend(
     )
     if made.parts is not None:
         combine_bound(
-            (len(work.merges) * layer.num_kv_heads * made.rows,),
+            (min(len(work.merges) * layer.num_kv_heads * made.rows, made.joins),),
             out,
             lse,
             sinks,
@@ -149,11 +161,6 @@ def attend(
             lse_head,
             lse_token,
         )
-
-
-def _even(pages: torch.Tensor) -> bool:
-    """Whether two bytes of a row can be read as one number of 16 bits."""
-    return pages.shape[3] % 2 == 0 and not any(n % 2 for n in (*pages.stride()[:3], pages.storage_offset()))
 
 
 NATIVE = {torch.float8_e4m3fn: ("e4m3fn", tl.float8e4nv), torch.float8_e4m3fnuz: ("e4m3fnuz", tl.float8e4b8)}
@@ -179,6 +186,8 @@ def _kernels(
         **({"launch_pdl": True} if pdl else {}),
     }
     attend_options = {
+        "XCDS": target.xcds,
+        "RUN": made.run,
         "CAUSAL": segment.causal if isinstance(segment.causal, bool) else None,
         "LEFT": layer.window[0] is not None,
         "MASKED": tile.masked,
@@ -195,7 +204,7 @@ def _kernels(
         "num_stages": tile.num_stages,
         **tile.options,
     }
-    return Bound(attend_kernel, shape | attend_options), Bound(combine_kernel, {**shape, "SPLITS": 16, "num_warps": 4})
+    return bound(attend_kernel, shape | attend_options), bound(combine_kernel, {**shape, "SPLITS": 16, "num_warps": 4})
 
 
 KERNELS = (

@@ -42,22 +42,30 @@ def rows_of(layer: Layer, max_query_len: int) -> int:
     return min(max(16, 1 << (layer.group * tokens - 1).bit_length()), most)
 
 
-def tile_of(target: Target, layer: Layer, block_m: int) -> Tile:
-    """The tile for this device, layer and rows."""
+def tile_of(target: Target, layer: Layer, block_m: int, few: bool = False) -> Tile:
+    """The tile for this device, layer and rows; `few`: the tiles of all heads are fewer than half the compute units."""
     # bytes of K and V of a key, as they are multiplied
     row = (layer.qk_head_dim + layer.v_head_dim) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
     if target.vendor == "amd":
+        options = {"waves_per_eu": 0, "matrix_instr_nonkdim": 16}
+        if block_m < 64:
+            # Few keys and no copy in flight take few registers, so that 5 waves a SIMD (d128, gfx942: 90 registers)
+            # hide each other's waits; 64 keys of 4 waves took 148 for 2 of them, and kept matrix units no busier.
+            # 2 waves read 16 bytes a lane: 2 KiB of K
+            narrow = min(layer.qk_head_dim, layer.v_head_dim) * layer.kv_dtype.itemsize
+            block_n = 16 if narrow >= 128 else 32
+            return Tile(block_n=block_n, num_warps=2, num_stages=1, programs=4, options=options)
         # LDS holds one stage of K and V of a workgroup: 64 KiB on gfx942, 2 to 4 workgroups
         block_n = 64 if row <= 512 and block_m <= 64 else 32 if row <= 1024 else 16
-        return Tile(
-            block_n=max(block_n, 16),
-            num_warps=4 if block_m >= 64 or block_n >= 64 else 2,
-            num_stages=2,
-            programs=2,
-            masked=block_m < 64,
-            options={"waves_per_eu": 0, "matrix_instr_nonkdim": 16},
-        )
+        return Tile(block_n=block_n, num_warps=4, num_stages=2, programs=2, masked=False, options=options)
     if block_m >= 64:
         block_n = 64 if row <= 512 else 32
         return Tile(block_n=block_n, num_warps=block_m // 16, num_stages=3, programs=1, turns=2, masked=False)
+    if layer.window[0] is None and layer.kv_dtype.itemsize > 1:  # of fp8 they took 94 us, not 64, for 8x8k
+        # measured on an H100, us beside those of 64 keys, 4 warps, 4 stages, 2 programs
+        if row <= 256:  # d64: 8x8k 56.1 and 58.0, 256x8k 1455 and 1506, but 64x1k 56.5 and 54.6
+            return Tile(block_n=128, num_warps=4, num_stages=4, programs=2)
+        # d128: 1x8k 18.9 and 19.9, 8x8k 100.8 and 102.4; two stages of 512 bytes, which rows of 320 are padded to, fit
+        if few and row <= 512 and target.shared_memory > 2 * 128 * 512:
+            return Tile(block_n=128, num_warps=8, num_stages=3, programs=1)
     return Tile(block_n=64 if row <= 512 else 32 if row <= 1024 else 16, num_warps=4, num_stages=4, programs=2)

@@ -15,6 +15,7 @@ from portable.backends.triton.fp8 import FLAVOURS
 from portable.backends.triton.launch import launch, target_of
 from portable.backends.triton.prefill_kernel import FAR, LOG2E, attention
 from portable.backends.triton.prefill_tiles import NO_BF16_CONVERSION, OPEN, VECTOR_PAGES, Work, pieces, plan
+from portable.backends.triton.xcd import room
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.sets import ANY_SIZE, Sizes, multiple_of
@@ -65,10 +66,9 @@ def attend(
         scale, softcap = 2 * scale / layer.softcap, layer.softcap * LOG2E.value
     qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece)
     v_main, v_tail = pieces(layer.v_head_dim, tile.piece)
-    rounds = -(-work.tiles // target.xcds)
     launch(
         attention,
-        (rounds * target.xcds * layer.num_kv_heads,),
+        (room(work.tiles, target.xcds) * layer.num_kv_heads,),
         q, k, v, out, lse, work.order, segment.cu_seqlens_q, segment.seq_lens, work.key_starts, segment.block_table,
         causal, tensors.sinks if layer.sinks else None, tensors.alibi if layer.alibi else None, k_scale, v_scale,
         q.stride(0), q.stride(1), k_page, k_token, k_head, v_page, v_token, v_head, out.stride(0), out.stride(1),

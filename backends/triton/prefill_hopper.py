@@ -1,8 +1,8 @@
 """Attention of many query tokens per request on Hopper: TMA, asynchronous matrix products and specialised warps.
 
 The device code is `prefill_hopper_kernel.py`, in Gluon. It serves what prompts of today's models need at head dims of
-64, 128 and 256; the rest stays with `prefill.py`: by the caps, and, for lengths that the host does not know and for
-views that no tensor map describes, in `prepare` and `attend` here.
+64, 128, 192 and 256; the rest stays with `prefill.py`: by the caps, and, for lengths that the host does not know and
+for views that no tensor map describes, in `prepare` and `attend` here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from portable.backends.triton import prefill
 from portable.backends.triton.archs import TOLERANCE
-from portable.backends.triton.launch import target_of
+from portable.backends.triton.launch import Bound, bound, target_of
 from portable.backends.triton.prefill_tiles import OPEN, longest_first
 from portable.kernel import KV, Kernel, KernelCaps, Op, Requires, Segment
 from portable.layer import Layer, LayerTensors
@@ -36,6 +36,7 @@ LOG2E = 1.4426950408889634
 ROWS = 64  # of q in one copy: what a warpgroup has
 BLOCK_M = 2 * ROWS
 L2 = 24 << 20  # bytes of K and V that may be in use at a time: half of an H100's L2, whose halves hold copies
+SHAPES = 1024  # of tensors whose description is kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,22 +44,28 @@ class Items:
     """A step's tiles, heaviest first: [tiles, 8] i32, see the kernel."""
 
     tiles: torch.Tensor
-    keys: int  # of all requests
     programs: int
+    part: int  # heads at a time
+    kernel: Bound
 
 
 class Rows(NamedTuple):
     """A view of heads as a matrix of rows for the TMA, and how far apart heads and pages are in it."""
 
     map: Any
+    rest: Any  # of the columns beyond a power of two; None where there are none
     head_column: int
     head_row: int
     page_row: int
 
+    def of(self, x: torch.Tensor) -> Rows:
+        """The same of a tensor with these strides: 1 us, where a new descriptor checks itself for 10."""
+        return self._replace(map=_moved(self.map, x), rest=None if self.rest is None else _moved(self.rest, x))
+
 
 def block_n(layer: Layer) -> int:
     """Keys of a block: of 240 registers a thread has 64 or 128 for the output, and BLOCK_N / 2 for the scores."""
-    return 128 if max(layer.qk_head_dim, layer.v_head_dim) <= 128 else 64
+    return 128 if layer.qk_head_dim <= 192 and layer.v_head_dim <= 128 else 64
 
 
 def prepare(segment: Segment, layer: Layer) -> Items | Any:
@@ -77,7 +84,40 @@ def prepare(segment: Segment, layer: Layer) -> Items | Any:
     tiles[:, 5] = request
     programs = target_of(segment.seq_lens).compute_units or 1
     (there,) = upload([tiles], segment.seq_lens.device)
-    return Items(there, int(segment.host_seq_lens.sum()), programs)
+    part = heads_at_a_time(layer, int(segment.host_seq_lens.sum()))
+    return Items(there, programs, part, _kernel(segment, layer))
+
+
+def heads_at_a_time(layer: Layer, keys: int) -> int:
+    """Query heads whose keys and values stay in the L2 while all tiles of a step read them.
+
+    All of them where theirs are twice as much at most: with 128 heads of 4,096 keys at once, 320 MiB, the prefill of
+    192/128 took 1,911 us for the 1,007 of one that stays in the L2, and at 16 heads, 40 MiB, 147 for 139.
+    """
+    head = keys * (layer.qk_head_dim + layer.v_head_dim) * layer.dtype.itemsize
+    if layer.num_kv_heads * head <= 2 * L2:
+        return layer.num_heads
+    kv_heads = next((n for n in range(layer.num_kv_heads, 1, -1) if not layer.num_kv_heads % n and n * head <= L2), 1)
+    return kv_heads * layer.group
+
+
+def _kernel(segment: Segment, layer: Layer) -> Bound:
+    """The kernel with everything that is constant for the layers of a step."""
+    width = power_of_2(layer.qk_head_dim)
+    options = {
+        "HEADS": layer.num_heads,
+        "RATIO": layer.group,
+        "WIDTH": width,
+        "REST": layer.qk_head_dim - width,
+        "V_WIDTH": layer.v_head_dim,
+        "BLOCK_N": block_n(layer),
+        "STAGES": 2,
+        "PAGE": None if segment.block_table is None else segment.page_size,
+        "CAUSAL": segment.causal if isinstance(segment.causal, bool) else None,
+        "LEFT": layer.window[0] is not None,
+        "num_warps": 4,
+    }
+    return bound(device.attend_kernel, options)
 
 
 def attend(
@@ -108,24 +148,17 @@ def attend(
     table, causal = segment.block_table, segment.causal
     left, right = (OPEN if side is None else min(side, OPEN) for side in layer.window)
     total = len(items.tiles) * layer.num_heads
-    with torch.cuda.device(q.device):
-        device.attend_kernel[(min(items.programs, total),)](
-            q_rows.map, k_rows.map, v_rows.map, out, lse, tensors.sinks if layer.sinks else None, items.tiles, total,
-            causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None, left, right, layer.scale * LOG2E,
-            table, 0 if table is None else table.stride(0), *q_rows[1:3], *k_rows[1:], *v_rows[1:],
-            out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
-            HEADS=layer.num_heads, PART=layer.num_heads, RATIO=layer.group,
-            WIDTH=layer.qk_head_dim, V_WIDTH=layer.v_head_dim, BLOCK_N=keys, STAGES=2, PAGE=pages,
-            CAUSAL=causal if isinstance(causal, bool) else None, LEFT=layer.window[0] is not None,
-            num_warps=4, enable_fp_fusion=True,  # Triton 3.10 turns its default
-        )  # fmt: skip
+    items.kernel(
+        (min(items.programs, total),),
+        q_rows.map, k_rows.map, v_rows.map, q_rows.rest, k_rows.rest, out, lse,
+        tensors.sinks if layer.sinks else None, items.tiles, total, items.part,
+        causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None, left, right, layer.scale * LOG2E,
+        table, 0 if table is None else table.stride(0), *q_rows[2:4], *k_rows[2:], *v_rows[2:],
+        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+    )  # fmt: skip
 
 
-def heads_at_a_time(layer: Layer, keys: int) -> int:
-    """Query heads whose keys and values stay in the L2 while all tiles of a step read them."""
-    head = keys * (layer.qk_head_dim + layer.v_head_dim) * layer.dtype.itemsize
-    kv_heads = next((n for n in range(layer.num_kv_heads, 1, -1) if not layer.num_kv_heads % n and n * head <= L2), 1)
-    return kv_heads * layer.group
+_rows: dict[tuple[Any, ...], Rows | None] = {}
 
 
 def rows_of(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
@@ -133,6 +166,23 @@ def rows_of(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
 
     A head begins a number of columns further, or, where a head's tokens lie together, a number of rows.
     """
+    key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, block, paged)
+    if key not in _rows:
+        if len(_rows) >= SHAPES:
+            _rows.clear()
+        _rows[key] = _described(x, block, paged)
+    found = _rows[key]
+    return None if found is None else found.of(x)
+
+
+def _moved(description: Any, x: torch.Tensor) -> Any:
+    """A descriptor that was checked, of another tensor with the same strides."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(description.__dict__, base=x)
+    return made
+
+
+def _described(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
     token, head, last = x.stride()[-3:]
     tokens, heads, width = x.shape[-3:]
     page = x.stride(0) if paged else 0
@@ -146,9 +196,21 @@ def rows_of(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
     columns = (heads - 1) * head_column + width
     if columns > token or rows >= 2**31:
         return None
-    layout = gl.NVMMASharedLayout.get_default_for([block, width], GLUON[x.dtype])
-    tensor_map = TensorDescriptor(x, [rows, columns], [token, 1], [block, width], layout)
-    return Rows(tensor_map, head_column, head_row, page // token)
+    first = power_of_2(width)
+    maps, empty = [], x.new_empty(0)  # that no memory is kept
+    for part in (first, width - first):
+        layout = gl.NVMMASharedLayout.get_default_for([block, part], GLUON[x.dtype]) if part else None
+        maps.append(TensorDescriptor(empty, [rows, columns], [token, 1], [block, part], layout) if part else None)
+    return Rows(maps[0], maps[1], head_column, head_row, page // token)
+
+
+def power_of_2(width: int) -> int:
+    """The largest power of two that a width holds.
+
+    >>> power_of_2(192), power_of_2(128)
+    (128, 128)
+    """
+    return 1 << (width.bit_length() - 1)
 
 
 def _caps(op: Op, name: str, **more: Any) -> KernelCaps:
@@ -160,7 +222,7 @@ def _caps(op: Op, name: str, **more: Any) -> KernelCaps:
         archs=frozenset({"sm90"}),
         requires=(Requires("triton", ">=3.6,<3.10"),),  # Gluon is experimental: compiled with 3.6 and 3.9
         dtypes=frozenset({torch.float16, torch.bfloat16}),
-        head_dims=one_of(64, 128, 256),
+        head_dims=one_of(64, 128, 192, 256),
         v_head_dims=one_of(64, 128, 256),
         gqa_ratios=ANY_SIZE,
         query_lens=Sizes(least=BLOCK_M // 2),  # with fewer, the tiles of prefill.py, which hold all heads of a group

@@ -27,6 +27,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 VARYING = [
     "total",
+    "part",
     "left",
     "right",
     "table_row",
@@ -59,10 +60,13 @@ def _softmax(s, most, total, block, low, high, scale, BLOCK_N: gl.constexpr, MAS
 
 
 @gluon.jit
-def _scores(q, keys, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+def _scores(q, k_rings, stage, BLOCK_N: gl.constexpr, REST: gl.constexpr, SCORES: gl.constexpr):
     """q times the keys of a block, begun."""
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q[0], k_rings[0].index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if REST:
+        s = warpgroup_mma(q[1], k_rings[1].index(stage).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -75,10 +79,11 @@ def _product(weights, values, acc, SUMS: gl.constexpr):
 @gluon.jit
 def _sweep(
     begin, end, place, last, state, q, rings, ready, free, low, high, scale, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, MASK: gl.constexpr, LEFT: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    REST: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, LEFT: gl.constexpr, SCORES: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
     """Blocks `begin` to `end`, counted from the last one down: scores, beside the product of the block before."""
-    _, k_ring, v_ring = rings
+    _, k_rings, v_ring = rings
     _, k_ready, v_ready = ready
     _, k_free, v_free = free
     weights, acc, most, total = state
@@ -86,7 +91,7 @@ def _sweep(
         k_stage, v_stage = (place + block) % STAGES, (place + block - 1) % STAGES
         v_parity = ((place + block - 1) // STAGES) & 1
         mbarrier.wait(k_ready.index(k_stage), ((place + block) // STAGES) & 1)
-        s = _scores(q, k_ring.index(k_stage), BLOCK_N, SCORES)
+        s = _scores(q, k_rings, k_stage, BLOCK_N, REST, SCORES)
         mbarrier.wait(v_ready.index(v_stage), v_parity)
         acc = _product(weights, v_ring.index(v_stage), acc, SUMS)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -102,12 +107,12 @@ def _sweep(
 
 @gluon.jit
 def _consume(
-    rings, ready, free, out, lse, sinks, items, num_items, causal, left, right, scale, out_token, out_head, lse_head,
-    lse_token, GROUP: gl.constexpr, HEADS: gl.constexpr, PART: gl.constexpr, BLOCK_N: gl.constexpr,
-    V_WIDTH: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    rings, ready, free, out, lse, sinks, items, num_items, part, causal, left, right, scale, out_token, out_head,
+    lse_head, lse_token, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    V_WIDTH: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """A group of 64 query rows of each item."""
-    q_ring, k_ring, v_ring = rings
+    q_rings, k_rings, v_ring = rings
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -116,12 +121,12 @@ def _consume(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_WIDTH, V_WIDTH // 8], [4, 1], [1, 0])
     row = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     line = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
-    q = q_ring.index(GROUP)
+    q = (q_rings[0].index(GROUP), q_rings[1].index(GROUP))
     place = 0
-    item = load_item(items, 0, num_items, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT)
+    item = load_item(items, 0, num_items, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT)
     for i in range(rounds(num_items)):
         head, q_row, rows, _, length, position, _, bound, last, blocks = item
-        item = load_item(items, i + 1, num_items, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT)
+        item = load_item(items, i + 1, num_items, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT)
         high = gl.minimum(position + row + bound, length - 1)
         low = gl.maximum(position + row - left, 0)
         # blocks that every row of the group sees whole need no mask: first those at the right edge do, then the left
@@ -139,7 +144,7 @@ def _consume(
         stage, parity = place % STAGES, (place // STAGES) & 1
         mbarrier.wait(q_ready.index(GROUP), i & 1)
         mbarrier.wait(k_ready.index(stage), parity)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, k_ring.index(stage), BLOCK_N, SCORES)])
+        s = warpgroup_mma_wait(0, deps=[_scores(q, k_rings, stage, BLOCK_N, REST, SCORES)])
         mbarrier.arrive(k_free.index(stage), count=1)
         weights, most, total, _ = _softmax(s, most, total, last, low, high, scale, BLOCK_N, True, LEFT)
         if (last + 1) * BLOCK_N > length:  # what is behind the request may be NaN, and 0 times NaN is NaN
@@ -153,16 +158,16 @@ def _consume(
         state = (weights, acc, most, total)
         state = _sweep(
             1, right_edge, place, last, state, q, rings, ready, free, low, high, scale,
-            BLOCK_N, STAGES, True, LEFT, SCORES, SUMS,
+            BLOCK_N, REST, STAGES, True, LEFT, SCORES, SUMS,
         )  # fmt: skip
         state = _sweep(
             right_edge, left_edge, place, last, state, q, rings, ready, free, low, high, scale,
-            BLOCK_N, STAGES, False, LEFT, SCORES, SUMS,
+            BLOCK_N, REST, STAGES, False, LEFT, SCORES, SUMS,
         )  # fmt: skip
         if LEFT:
             state = _sweep(
                 left_edge, blocks, place, last, state, q, rings, ready, free, low, high, scale,
-                BLOCK_N, STAGES, True, LEFT, SCORES, SUMS,
+                BLOCK_N, REST, STAGES, True, LEFT, SCORES, SUMS,
             )  # fmt: skip
         weights, acc, most, total = state
         mbarrier.arrive(q_free.index(GROUP), count=1)
@@ -197,26 +202,33 @@ def _consume(
         gl.store(at, result, mask=(line < rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["lse", "causal", "table"])
 def attend_kernel(
-    q, k, v, out, lse, sinks, items, total, causal, left, right, scale, table, table_row, q_head, q_step, k_head,
-    k_step, k_page, v_head, v_step, v_page, out_token, out_head, lse_head, lse_token, HEADS: gl.constexpr,
-    PART: gl.constexpr, RATIO: gl.constexpr, WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    q, k, v, q_rest, k_rest, out, lse, sinks, items, total, part, causal, left, right, scale, table, table_row, q_head,
+    q_step, k_head, k_step, k_page, v_head, v_step, v_page, out_token, out_head, lse_head, lse_token,
+    HEADS: gl.constexpr, RATIO: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+    V_WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
+    LEFT: gl.constexpr,
 ):  # fmt: skip
-    """`total` items: a head of a tile; that is 8 int32: first row of q, rows, first row of K and V (pages: 0), keys,
-    position of the first row among the keys, request. CAUSAL None: `causal` tells it for each request.
+    """`total` items, `part` heads at a time: a head of a tile; that is 8 int32: first row of q, rows, first row of K
+    and V (pages: 0), keys, position of the first row among the keys, request. CAUSAL None: `causal` tells it for each
+    request.
 
+    Heads of q and k are WIDTH columns and REST more, whose maps are q_rest and k_rest: tiles are powers of two wide.
     q, k and v are matrices of rows. The next head is `_head` columns and `_step` rows further, the next page `_page`.
     """
     dtype: gl.constexpr = q.dtype
     q_ring = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, WIDTH], q.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, WIDTH], k.layout)
+    q_rings, k_rings = (q_ring, q_ring), (k_ring, k_ring)
+    if REST:
+        q_rings = (q_ring, gl.allocate_shared_memory(dtype, [GROUPS, ROWS, REST], q_rest.layout))
+        k_rings = (k_ring, gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], k_rest.layout))
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_WIDTH], v.layout)
     q_ready, q_free = barriers(GROUPS, 1, 1)
     k_ready, k_free = barriers(STAGES, 1, GROUPS)
     v_ready, v_free = barriers(STAGES, 1, GROUPS)
-    rings = (q_ring, k_ring, v_ring)
+    rings = (q_rings, k_rings, v_ring)
     ready = (q_ready, k_ready, v_ready)
     free = (q_free, k_free, v_free)
     fence_async_shared()
@@ -224,16 +236,17 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token, out_head,
-                lse_head, lse_token, 0, HEADS, PART, BLOCK_N, V_WIDTH, STAGES, CAUSAL, LEFT,
+                rings, ready, free, out, lse, sinks, items, total, part, causal, left, right, scale, out_token,
+                out_head, lse_head, lse_token, 0, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT,
             )),
             (_consume, (
-                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token, out_head,
-                lse_head, lse_token, 1, HEADS, PART, BLOCK_N, V_WIDTH, STAGES, CAUSAL, LEFT,
+                rings, ready, free, out, lse, sinks, items, total, part, causal, left, right, scale, out_token,
+                out_head, lse_head, lse_token, 1, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT,
             )),
             (produce, (
-                q, k, v, rings, ready, free, items, total, causal, left, right, table, table_row, q_head, q_step,
-                k_head, k_step, k_page, v_head, v_step, v_page, HEADS, PART, RATIO, BLOCK_N, STAGES, PAGE, CAUSAL, LEFT,
+                (q, q_rest), (k, k_rest), v, rings, ready, free, items, total, part, causal, left, right, table,
+                table_row, q_head, q_step, k_head, k_step, k_page, v_head, v_step, v_page, HEADS, RATIO, WIDTH, REST,
+                BLOCK_N, STAGES, PAGE, CAUSAL, LEFT,
             )),
         ],
         [4, 1],

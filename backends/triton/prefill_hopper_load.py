@@ -14,20 +14,17 @@ copy: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared 
 
 
 @gluon.jit
-def _item(i, total, HEADS: gl.constexpr, PART: gl.constexpr):
+def _item(i, total, part, HEADS: gl.constexpr):
     """Tile and head of the i-th item of this program.
 
-    PART heads after PART heads, so that what they read of K and V stays in the L2; within them the heaviest tile
+    `part` heads after `part` heads, so that what they read of K and V stays in the L2; within them the heaviest tile
     first, and the order of the programs reversed in every other round, so that each gets as much.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     index = gl.minimum(i * programs + gl.where(i % 2 == 0, program, programs - 1 - program), total - 1)
-    if PART == HEADS:
-        return index // HEADS, index % HEADS
-    else:
-        of_part = total // (HEADS // PART)
-        rest = index % of_part
-        return rest // PART, index // of_part * PART + rest % PART
+    of_part = total // (HEADS // part)
+    rest = index % of_part
+    return rest // part, index // of_part * part + rest % part
 
 
 @gluon.jit
@@ -41,11 +38,11 @@ def rounds(total):
 
 @gluon.jit
 def load_item(
-    items, i, total, causal, left, right, HEADS: gl.constexpr, PART: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    items, i, total, part, causal, left, right, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    LEFT: gl.constexpr,
 ):  # fmt: skip
     """What is to be done, the last block of keys and the number of blocks; at least one, if only to be masked."""
-    tile, head = _item(i, total, HEADS, PART)
+    tile, head = _item(i, total, part, HEADS)
     at = items + tile * 8
     q_row = gl.load(at)
     rows = gl.load(at + 1)
@@ -65,17 +62,27 @@ def load_item(
 
 
 @gluon.jit
+def _copy(maps, row, column, ready, rings, place, first, ROWS: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
+    """Copy rows to the places of both parts of a head's columns; the second has REST of them, or none."""
+    copy(maps[0], [row, column], ready, rings[0].index(place).slice(first, ROWS))
+    if REST:
+        copy(maps[1], [row, column + WIDTH], ready, rings[1].index(place).slice(first, ROWS))
+
+
+@gluon.jit
 def _fill(
-    place, desc, ring, ready, free, block, at, pages, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr
-):
+    place, maps, rings, ready, free, block, at, pages, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+    STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
     """Copy a block of keys or values to a place of the ring, once that is free; page by page where there are pages."""
     stage = place % STAGES
     parity = ((place // STAGES) & 1) ^ 1
     row, column, page_rows = at
+    NBYTES: gl.constexpr = maps[0].block_type.nbytes * (WIDTH + REST) // WIDTH  # of one copy of both parts
     if PAGE is None:
         mbarrier.wait(free.index(stage), parity)
-        mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
-        copy(desc, [row + block * BLOCK_N, column], ready.index(stage), ring.index(stage))
+        mbarrier.expect(ready.index(stage), NBYTES)
+        _copy(maps, row + block * BLOCK_N, column, ready.index(stage), rings, stage, 0, BLOCK_N, WIDTH, REST)
     else:
         PIECE: gl.constexpr = min(PAGE, BLOCK_N)
         table, final = pages
@@ -85,9 +92,9 @@ def _fill(
             page = gl.load(table + gl.minimum(key // PAGE, final))
             rows = rows + (row + page * page_rows + key % PAGE,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free.index(stage), parity)
-        mbarrier.expect(ready.index(stage), desc.block_type.nbytes * (BLOCK_N // PIECE))
+        mbarrier.expect(ready.index(stage), NBYTES * (BLOCK_N // PIECE))
         for piece in gl.static_range(BLOCK_N // PIECE):
-            copy(desc, [rows[piece], column], ready.index(stage), ring.index(stage).slice(piece * PIECE, PIECE))
+            _copy(maps, rows[piece], column, ready.index(stage), rings, stage, piece * PIECE, PIECE, WIDTH, REST)
 
 
 @gluon.jit
@@ -103,18 +110,20 @@ def barriers(N: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q, k, v, rings, ready, free, items, total, causal, left, right, table, table_row, q_head, q_step, k_head,
-    k_step, k_page, v_head, v_step, v_page, HEADS: gl.constexpr, PART: gl.constexpr, RATIO: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    q, k, v, rings, ready, free, items, total, part, causal, left, right, table, table_row, q_head, q_step, k_head,
+    k_step, k_page, v_head, v_step, v_page, HEADS: gl.constexpr, RATIO: gl.constexpr,
+    WIDTH: gl.constexpr, REST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+    CAUSAL: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: the keys one block ahead of the values, as they are used."""
-    q_ring, k_ring, v_ring = rings
+    q_rings, k_rings, v_ring = rings
+    v_maps, v_rings = (v, v), (v_ring, v_ring)
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
     place = 0
     for i in range(rounds(total)):
         head, q_row, _, k_row, length, _, request, _, last, blocks = load_item(
-            items, i, total, causal, left, right, HEADS, PART, BLOCK_N, CAUSAL, LEFT
+            items, i, total, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT
         )
         kv_head = head // RATIO
         k_at = (k_row + kv_head * k_step, kv_head * k_head, k_page)
@@ -122,14 +131,21 @@ def produce(
         pages = (table, 0)
         if PAGE is not None:
             pages = (table + request.to(gl.int64) * table_row, gl.maximum(length - 1, 0) // PAGE)
-        _fill(place, k, k_ring, k_ready, k_free, last, k_at, pages, BLOCK_N, STAGES, PAGE)
+        _fill(place, k, k_rings, k_ready, k_free, last, k_at, pages, BLOCK_N, WIDTH, REST, STAGES, PAGE)
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_free.index(group), (i & 1) ^ 1)
-            mbarrier.expect(q_ready.index(group), q.block_type.nbytes)
-            copy(q, [q_row + head * q_step + group * ROWS, head * q_head], q_ready.index(group), q_ring.index(group))
+            mbarrier.expect(q_ready.index(group), q[0].block_type.nbytes * (WIDTH + REST) // WIDTH)
+            row = q_row + head * q_step + group * ROWS
+            _copy(q, row, head * q_head, q_ready.index(group), q_rings, group, 0, ROWS, WIDTH, REST)
         for block in range(1, blocks):
             now = last - block
-            _fill(place + block, k, k_ring, k_ready, k_free, now, k_at, pages, BLOCK_N, STAGES, PAGE)
-            _fill(place + block - 1, v, v_ring, v_ready, v_free, now + 1, v_at, pages, BLOCK_N, STAGES, PAGE)
+            _fill(
+                place + block, k, k_rings, k_ready, k_free, now, k_at, pages, BLOCK_N, WIDTH, REST, STAGES, PAGE
+            )  # fmt: skip
+            _fill(
+                place + block - 1, v_maps, v_rings, v_ready, v_free, now + 1, v_at, pages, BLOCK_N, WIDTH, 0, STAGES,
+                PAGE,
+            )  # fmt: skip
         place += blocks
-        _fill(place - 1, v, v_ring, v_ready, v_free, last + 1 - blocks, v_at, pages, BLOCK_N, STAGES, PAGE)
+        now = last + 1 - blocks
+        _fill(place - 1, v_maps, v_rings, v_ready, v_free, now, v_at, pages, BLOCK_N, WIDTH, 0, STAGES, PAGE)

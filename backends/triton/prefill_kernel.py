@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from portable.backends.triton.fp8 import decode
+from portable.backends.triton.xcd import xcd_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Elements from one token to the next of a page or of packed K/V: usually less. Then offsets within a tile are known to
@@ -144,7 +145,10 @@ def _find(cu_seqlens_q, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constex
     return low, tile - (tl.load(cu_seqlens_q + low) * GROUP // BLOCK_M + low)
 
 
-@triton.jit(do_not_specialize=["requests", "tiles", "left", "right"])
+@triton.jit(
+    do_not_specialize=["requests", "tiles", "left", "right", "lse_head", "lse_token", "table_row"],
+    do_not_specialize_on_alignment=["lse", "cu_seqlens_q", "seq_lens", "key_starts", "table", "causal"],
+)
 def attention(
     q, k, v, out, lse, work, cu_seqlens_q, seq_lens, key_starts, table, causal, sinks, slopes, k_scale, v_scale,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, out_token, out_head, lse_head, lse_token,
@@ -156,12 +160,7 @@ def attention(
     SCALAR_PAGE: tl.constexpr, XCDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one KV head; `work` [tiles, 2] holds (request, tile of the request), heavy ones first, or None."""
-    # Programs are dealt to the XCDs in turn. Each XCD gets KV_HEADS of the KV_HEADS * XCDS (head, tile % XCDS) pairs:
-    # one head where there are as many as XCDs, never more than it must, and as many heavy tiles as any other.
-    program = tl.program_id(0)
-    pair = program % XCDS * KV_HEADS + program // XCDS % KV_HEADS
-    kv_head = pair // XCDS
-    tile = program // (XCDS * KV_HEADS) * XCDS + pair % XCDS
+    kv_head, tile = xcd_order(tl.program_id(0), KV_HEADS, XCDS, 1)
     if tile >= tiles:
         return
     if work is None:

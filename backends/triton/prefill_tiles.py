@@ -118,12 +118,12 @@ def plan(segment: Segment, layer: Layer, target: Target) -> Work:
 
     Lengths that only the device knows leave the order to the kernel: its programs then find their request by
     bisection, one request after the other, and the number of programs depends on nothing but the number of tokens and
-    requests. That is also what a captured graph needs.
+    requests. So it is in a graph that is being captured, which will see other lengths.
     """
     tokens, requests = segment.tokens.stop - segment.tokens.start, len(segment.seq_lens)
     tile = tile_of(target, layer, segment.max_query_len * layer.group)
     contiguous = segment.block_table is None
-    if not segment.exact:
+    if not segment.exact or (segment.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()):
         starts = torch.cumsum(segment.seq_lens, 0, dtype=torch.int32) - segment.seq_lens if contiguous else None
         return Work(tile, target, tokens * layer.group // tile.rows + requests, None, starts)
     order = longest_first(segment, layer, tile.rows)

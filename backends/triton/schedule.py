@@ -3,9 +3,10 @@
 A tile is `BLOCK_M` rows of a request, a row one of its (query token, query head of a KV head) pairs; its keys are
 blocks of `BLOCK_N`. A request whose tiles have more than `size` blocks is split along the keys into equal items.
 `size` follows from the total number of blocks: one item for each program that the device runs at once where that
-gives short items, and more, so that ragged batches balance, where it gives long ones. Items are listed by their size,
-the longest first, which is what keeps a batch from ending in one long item. The launch has room for the most items
-that there can be, which depends on the number of requests and tokens alone:
+gives short items, and more, so that ragged batches balance, where it gives long ones. Where requests are about as
+long as each other there is nothing to balance: they are cut into equal parts, as many as end soonest. Items are listed
+by their size, the longest first, which is what keeps a batch from ending in one long item. The launch has room for the
+most items that there can be, which depends on the number of requests and tokens alone:
 items <= tiles + blocks / size <= tiles + most wanted. Programs without an item end at once.
 
 Every program of the kernel lists the items of one request. It finds their places by looking at all requests, which
@@ -23,6 +24,8 @@ import triton.language as tl
 from portable.backends.triton.launch import launch
 from portable.kernel import Segment
 
+CHOICES = 512  # the most parts that each tile of an even batch is cut into
+EVEN = 288  # a batch is even whose longest tile has at most that many 256ths of the mean's blocks
 FIELDS = 8  # int32 of an item and of a merge: 32 bytes, one sector
 VECTOR = 256
 OPEN = 1 << 30  # a window without a bound
@@ -77,7 +80,21 @@ def _extent(
     return start, queries, context, seq_len, bound, tiles, tl.minimum(blocks, most)
 
 
-@triton.jit(do_not_specialize=["requests", "left", "right", "least", "enough", "once", "wanted"])
+@triton.jit
+def _parts(tiles, blocks, once, more, CHOICES: tl.constexpr, COST: tl.constexpr):
+    """Of `tiles` tiles with as many blocks each: into how many parts they are cut to end soonest."""
+    parts = 1 + tl.arange(0, CHOICES)
+    rounds = (tiles * parts + once - 1) // once
+    # a part that is not all of a tile costs about as much as 64 keys: its result is written, and read again
+    cost = rounds.to(tl.int64) * (tl.cdiv(blocks, parts) + tl.where(parts > 1, COST, 0))
+    cost = tl.where((parts == 1) | (tiles * (parts - 1) <= more), cost, 1 << 62)
+    return tl.argmin(cost, 0) + 1
+
+
+@triton.jit(
+    do_not_specialize=["requests", "left", "right", "least", "enough", "once", "wanted", "even"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "causal"],  # of requests behind others
+)
 def schedule_kernel(
     cu_seqlens_q,
     seq_lens,
@@ -92,25 +109,35 @@ def schedule_kernel(
     enough,
     once,
     wanted,
+    even,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,  # None: a tensor says it for each request
+    CHOICES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     request = tl.program_id(0)
     each = tl.arange(0, VECTOR)
 
     total = tl.zeros([VECTOR], tl.int64)
+    count = tl.zeros([VECTOR], tl.int64)
+    most = tl.zeros([VECTOR], tl.int32)
     for first in range(0, requests, VECTOR):
         other = first + each
         _, _, _, _, _, tiles, blocks = _extent(
             cu_seqlens_q, seq_lens, causal, other, other < requests, left, right, GROUP, BLOCK_M, BLOCK_N, CAUSAL
         )
         total += tiles.to(tl.int64) * blocks
+        count += tl.where(blocks > 0, tiles, 0)
+        most = tl.maximum(most, tl.where(tiles > 0, blocks, 0))
     blocks = tl.sum(total)
     size = tl.minimum((blocks + once - 1) // once, enough)
-    size = tl.maximum(tl.maximum(size, (blocks + wanted - 1) // wanted), least).to(tl.int32)
+    size = tl.maximum(size, (blocks + wanted - 1) // wanted)
+    tiles, longest = tl.sum(count), tl.max(most)
+    if tiles * longest * 256 <= blocks * even:
+        size = tl.cdiv(longest, _parts(tiles, longest, once, wanted, CHOICES, (63 + BLOCK_N) // BLOCK_N)).to(tl.int64)
+    size = tl.maximum(size, least).to(tl.int32)
 
     start, queries, context, seq_len, bound, tiles, blocks = _extent(
         cu_seqlens_q, seq_lens, causal, request, request < requests, left, right, GROUP, BLOCK_M, BLOCK_N, CAUSAL
@@ -183,6 +210,7 @@ def schedule(
     enough: int,
     once: int,
     wanted: int,
+    multiple: int = 1,
     fixed: bool = False,
 ) -> Schedule:
     """List the items of a segment over pages.
@@ -191,6 +219,7 @@ def schedule(
         enough: blocks of an item that is long enough for the work around it.
         once: items that the device runs at the same time.
         wanted: the most items that splits should make.
+        multiple: of which the room for items is one.
         fixed: items have `enough` blocks, whatever else is in the batch.
     """
     assert segment.block_table is not None
@@ -212,8 +241,10 @@ def schedule(
     splits = blocks > least
     num_items = tiles + more if splits else tiles
     num_merges = min(tiles, more) if splits else 0
+    slots = min(num_items, 2 * more) if splits else 0
+    num_items = -(-num_items // multiple) * multiple
     memory = torch.empty((num_items + num_merges + 1, FIELDS), dtype=torch.int32, device=segment.seq_lens.device)
-    made = Schedule(memory[:num_items], memory[num_items:-1], memory[-1], min(num_items, 2 * more) if splits else 0)
+    made = Schedule(memory[:num_items], memory[num_items:-1], memory[-1], slots)
     if not requests:
         return made
     launch(
@@ -232,10 +263,12 @@ def schedule(
         max(enough, least),
         once,
         more,
+        0 if fixed else EVEN,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         CAUSAL=causal if isinstance(causal, bool) else None,
+        CHOICES=CHOICES,
         VECTOR=VECTOR,
         num_warps=4,
     )

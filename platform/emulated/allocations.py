@@ -12,6 +12,7 @@ import numpy.typing as npt
 from portable.platform.emulated.access import Access, Array, ScalarAccess
 from portable.platform.emulated.atomics import Atomic, apply
 from portable.platform.emulated.spans import Places, Span, places
+from portable.platform.emulated.views import Rows
 
 # Kernels see array n in the middle of window n, 128 GiB between 2**47, above every address of this machine, and 2**48,
 # which a buffer descriptor can hold: a wrong offset from one array ends in no other.
@@ -33,18 +34,19 @@ def seen(number: int, array: npt.NDArray[np.uint8]) -> int:
 
 
 class Allocation(NamedTuple):
-    """`written` [bytes] bool says which bytes hold a value; None: all of them."""
+    """`written` [bytes] bool says which bytes hold a value, `rows` which belong to it; None: all of them."""
 
     start: int  # as kernels see it
     end: int
     name: str
     array: npt.NDArray[np.uint8]
     written: npt.NDArray[np.bool_] | None
+    rows: Rows | None = None
 
     @property
     def special(self) -> bool:
         """An access within it must be looked at more closely."""
-        return self.written is not None or not self.array.flags.writeable
+        return self.written is not None or self.rows is not None or not self.array.flags.writeable
 
     @property
     def host(self) -> int:
@@ -78,12 +80,14 @@ class Allocations:
         name: str,
         initialised: bool = True,
         written: npt.NDArray[np.bool_] | None = None,
+        rows: Rows | None = None,
     ) -> int:
         """Let kernels touch a contiguous uint8 array (only read it, if it is read-only); the address that they see.
 
         Args:
             initialised: False if its bytes hold no values yet, so that reading one before it was written is a fault.
             written: [bytes], the bytes that hold values, where only some do; it is kept up to date.
+            rows: the bytes that it may touch, where only some are; not checked at real addresses.
 
         Raises:
             ValueError: the array is not a contiguous uint8 one, or there is no window left for it.
@@ -95,7 +99,7 @@ class Allocations:
         if written is None and not initialised:
             written = np.zeros(array.size, np.bool_)
         start = seen(len(self._all), array)
-        self._all.append(Allocation(start, start + array.nbytes, name, array.reshape(-1), written))
+        self._all.append(Allocation(start, start + array.nbytes, name, array.reshape(-1), written, rows))
         self._stale = True
         return start
 
@@ -125,6 +129,10 @@ class Allocations:
         if self._log is not None:
             self._remember(at)
         return old
+
+    def check(self, access: Access, address: Array, nbytes: int, verb: str) -> None:
+        """Raise the fault of an access that is not carried out, if it is one."""
+        self._locate(access, address, nbytes, verb)
 
     def log(self) -> None:
         """Remember from now on what is written."""
@@ -180,7 +188,8 @@ class Allocations:
         """Indices of the span; the lanes may use several windows, and real addresses."""
         windows = (start >> WINDOW) - FIRST
         index = np.empty(start.shape, np.int64)
-        for window in np.unique(windows).tolist():
+        one = (windows == windows[0]).all()  # as a rule, and looking for several costs more than the rest
+        for window in [int(windows[0])] if one else np.unique(windows).tolist():
             where = windows == window
             if not 0 <= window < len(self._all):
                 index[where] = start[where] - self._low
@@ -191,6 +200,10 @@ class Allocations:
                 address = int(start[bad][0])
                 place = f"byte {address - each.start} of {each.name!r}, which has {each.end - each.start} bytes"
                 raise access.fault(_outside(verb, nbytes, address, place), bad)
+            if each.rows and (bad := where & ~each.rows.hold(start - each.start, nbytes)).any():
+                address = int(start[bad][0])
+                place = f"byte {address - each.start} of {each.name!r}, a view with rows of {each.rows.run} bytes"
+                raise access.fault(_outside(verb, nbytes, address, f"{place}, is between them"), bad)
             if each.special:
                 self._check_special(access, each, start - each.start, where, nbytes, verb)
             index[where] = start[where] + self._shifts[window]

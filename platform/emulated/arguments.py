@@ -12,6 +12,7 @@ import numpy as np
 
 from portable.platform.emulated.access import Array
 from portable.platform.emulated.allocations import seen
+from portable.platform.emulated.views import Rows, extent
 
 TYPES = {"i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q"}
 TYPES |= {"u64": "Q", "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d", "bf16": "bf16"}
@@ -25,17 +26,23 @@ class Buffer:
         name: what a fault calls it by.
         data: [bytes] uint8, contiguous.
         written: [bytes] bool, the bytes that hold values, if only some do; launches keep it up to date.
+        rows: the bytes that it may access, if only some are its.
     """
 
     name: str
     data: Array
     written: Array | None = None
+    rows: Rows | None = None
 
 
 class Arguments:
-    """The arguments of one launch, added in order; tensors and arrays that share a storage share its bounds.
+    """The arguments of one launch, added in order.
 
-    `written` has, by the address of its storage, which bytes of a tensor hold values, where only some do.
+    A view is an allocation of its own, with the bytes of its elements alone, so that no offset leads from one view of
+    a storage into another; those that overlap see each other's writes.
+
+    `written` has, by the address of its storage, which bytes of a tensor hold values, where only some do. `whole` lets
+    a view lead to all of its storage.
 
     >>> arguments = Arguments()
     >>> arguments.add("x", "*fp32", np.zeros(4, np.float32))
@@ -44,11 +51,11 @@ class Arguments:
     (12, ['x'])
     """
 
-    def __init__(self, written: Mapping[int, Array] | None = None) -> None:
+    def __init__(self, written: Mapping[int, Array] | None = None, whole: bool = False) -> None:
         self.buffers: list[Buffer] = []
         self._packed = bytearray()
-        self._numbers: dict[int, int] = {}  # of the buffer at an address
-        self._written = written or {}
+        self._numbers: dict[tuple[object, ...], int] = {}  # of the buffer of the same bytes
+        self._written, self._whole = written or {}, whole
 
     def add(self, name: str, kind: Any, value: Any) -> None:
         """The next argument.
@@ -75,24 +82,35 @@ class Arguments:
             self._pack(kind, self.pointer(name, value))
 
     def pointer(self, name: str, value: Any) -> int:
-        """Let the kernel access a tensor's or an array's storage; the address at which it sees its first element.
+        """Let the kernel access a tensor or an array; the address at which it sees its first element.
 
         Raises:
             ValueError: a tensor that is not on the CPU.
         """
         if isinstance(value, np.ndarray):
-            data, address = base(name, value), value.ctypes.data
+            first, strides, itemsize = value.ctypes.data, value.strides, value.itemsize
+            writeable, held, origin = value.flags.writeable, base(value), 0
         else:
             if value.device.type != "cpu":
                 raise ValueError(f"argument {name} is on {value.device}; an emulated device takes CPU tensors")
-            data, address = storage(value), value.data_ptr()
-        host = data.ctypes.data
-        if not data.size:
-            address = host
-        if host not in self._numbers:
-            self._numbers[host] = len(self.buffers)
-            self.buffers.append(Buffer(name, data, self._written.get(host)))
-        return seen(self._numbers[host], data) + address - host
+            itemsize, writeable, held = value.element_size(), True, storage(value)
+            origin = held.ctypes.data if held.size else 0
+            first = origin + value.storage_offset() * itemsize if held.size else 0
+            strides = tuple(stride * itemsize for stride in value.stride())
+        before, size, rows = extent(value.shape, strides, itemsize)
+        start = first - before
+        if self._whole and held.size:
+            start, size, rows = held.ctypes.data, held.size, None
+        key = (start, size, rows, writeable) if size else (name,)
+        if key not in self._numbers:
+            data = at(start, size, writeable)
+            written = self._written.get(origin)
+            if written is not None and size:
+                written = written[start - origin :][:size]
+            self._numbers[key] = len(self.buffers)
+            self.buffers.append(Buffer(name, data, written if size else None, rows))
+        number = self._numbers[key]
+        return seen(number, self.buffers[number].data) + (first - start if size else 0)
 
     def place(self, offset: int, data: bytes) -> None:
         """The next argument, as bytes at an offset that the caller knows."""
@@ -130,22 +148,25 @@ def pack(arguments: Iterable[tuple[str, int | float]]) -> bytes:
     return bytes(out)
 
 
+def at(address: int, size: int, writeable: bool = True) -> Array:
+    """The bytes of memory that something else keeps alive."""
+    if not size:
+        return np.zeros(0, np.uint8)
+    found = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    found.flags.writeable = writeable
+    return found
+
+
 def storage(tensor: Any) -> Array:
     """The bytes of the whole storage that a CPU tensor lies in, shared with it."""
     held = tensor.untyped_storage()
-    if not held.nbytes():
-        return np.zeros(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * held.nbytes()).from_address(held.data_ptr()))
+    return at(held.data_ptr(), held.nbytes())
 
 
-def base(name: str, array: Array) -> Array:
-    """The bytes of the whole array that an array is a view of, shared with it.
-
-    Raises:
-        ValueError: that array is not contiguous.
-    """
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    if not array.flags.forc:
-        raise ValueError(f"argument {name} is an array with strides {array.strides}, a view of what is no array")
-    return array.reshape(-1, order="A").view(np.uint8)
+def base(array: Array) -> Array:
+    """The bytes of the whole array that an array is a view of, shared with it; its own where it is a view of others."""
+    whole = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    before, size, _ = extent(whole.shape, whole.strides, whole.itemsize)
+    return at(whole.ctypes.data - before, size)

@@ -13,6 +13,8 @@ from portable.platform.emulated.waves import POISON, U64, Array, Group, handles
 
 SWIZZLED = 1 << 31  # of descriptor word 1
 ADD_LANE = 1 << 23  # of descriptor word 3
+ANY = 0x7FFFFFFE  # the size of a buffer whose bounds its compiler does not know
+MASKED = 1 << 31  # the offset that it gives lanes that shall not access it
 
 
 def address(w: Group, i: Instruction, vector: Operand, descriptor: Operand, scalar: Operand) -> tuple[Array, Array]:
@@ -37,6 +39,20 @@ def address(w: Group, i: Instruction, vector: Operand, descriptor: Operand, scal
         if not access.none and (bad := access.pick(np.broadcast_to(size, w.active.shape)) == POISON).any():
             raise access.fault("access through a buffer whose size was never written", bad)
     return base[:, None] + inside.astype(U64), size.astype(np.int64) - inside
+
+
+def check(
+    w: Group, i: Instruction, vector: Operand, descriptor: Operand, at: Array, room: Array, nbytes: int, verb: str
+) -> None:
+    """Raise for a negative offset from a buffer of any size: hardware reads 0 there and drops what is written."""
+    if vector.kind == "off" or not (w.active & (room < nbytes)).any():
+        return
+    any_size = (w.get_s(descriptor.index + 2) >= ANY)[:, None]
+    access = Access(w, i, (room < nbytes) & any_size & (w.u32(vector) > MASKED))
+    if not access.none:
+        address = access.pick(at - U64(1 << 32))
+        w.memory.allocations.check(access, address, nbytes, verb)  # says of what, where it is out of bounds
+        raise access.fault(f"{verb} at a negative offset, beyond the end of a buffer", np.ones(len(address), np.bool_))
 
 
 def fetch(w: Group, i: Instruction, at: Array, room: Array, nbytes: int) -> Array:
@@ -70,6 +86,7 @@ for _name, _load in LOADS.items():
         if access.none:
             return
         at, room = address(w, i, vector, descriptor, scalar)
+        check(w, i, vector, descriptor, at, room, load.nbytes, "read")
         words = fetch(w, i, at, room, load.nbytes)
         if direct:
             to_lds(w, i, access, words, load, pitch)
@@ -85,6 +102,7 @@ for _name, _store in STORES.items():
         accept(i, "offset", "offen", *CACHE, operands=4)
         source, vector, descriptor, scalar = i.operands
         at, room = address(w, i, vector, descriptor, scalar)
+        check(w, i, vector, descriptor, at, room, store.nbytes, "write")
         whole = Access(w, i, room >= store.nbytes)
         if not whole.none:
             w.memory.allocations.store(whole, whole.pick(at), read(w, whole, source, store), store.nbytes)
@@ -104,6 +122,7 @@ for _name, _operation in MEMORY.items():
         source, vector, descriptor, scalar = i.operands
         at, room = address(w, i, vector, descriptor, scalar)
         kind = operation.dtype
+        check(w, i, vector, descriptor, at, room, kind.itemsize, "write")
         access = Access(w, i, room >= kind.itemsize)
         old = np.zeros(0, kind)
         if not access.none:

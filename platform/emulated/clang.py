@@ -17,12 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-ISA = {"gfx942": 9402, "gfx950": 9500}  # what the device libraries call the architectures
-# The constants that the device libraries are switched by: rounding as IEEE has it, denormals, waves of 64 lanes.
+# what the device libraries call the architectures; those that are emulated are `driver.DEVICES`
+ISA = {"gfx90a": 9010, "gfx942": 9402, "gfx950": 9500, "gfx1100": 11000, "gfx1201": 12001}
+# Switches of the device libraries: rounding as IEEE has it, denormals, waves of 64 lanes on CDNA.
 SWITCHES = """
 #define SWITCH const __attribute__((address_space(4), visibility("hidden"), weak))
 SWITCH char __oclc_finite_only_opt = 0, __oclc_unsafe_math_opt = 0, __oclc_daz_opt = 0;
-SWITCH char __oclc_correctly_rounded_sqrt32 = 1, __oclc_wavefrontsize64 = 1;
+SWITCH char __oclc_correctly_rounded_sqrt32 = 1, __oclc_wavefrontsize64 = ISA < 10000;
 SWITCH int __oclc_ISA_version = ISA, __oclc_ABI_version = 600;
 """
 # What an installed libc++ has in its header __config_site, which ziglang's has not.
@@ -135,6 +136,18 @@ def build(
         _run((*target, *rest), work)
         assembly, typed = (work / "kernels.s").read_text(), (work / "kernels.ll").read_text()
     return assembly, signatures(typed, assembly)
+
+
+def assemble(assembly: str, arch: str) -> bytes:
+    """The code object that a driver loads."""
+    clang = tools().clang
+    with tempfile.TemporaryDirectory(prefix="portable-hip-") as scratch:
+        work = Path(scratch)
+        (work / "kernels.s").write_text(assembly)
+        target = (clang, "clang", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", "kernels.s", "-o", "kernels.o")
+        _run(target, work)
+        _run((clang, "ld.lld", "-shared", "kernels.o", "-o", "kernels.co"), work)
+        return (work / "kernels.co").read_bytes()
 
 
 def signatures(typed: str, assembly: str) -> dict[str, Signature]:

@@ -47,11 +47,13 @@ class Launch:
 class Emulation:
     """What `activate` yields.
 
-    `reachable` takes the CPU tensors that kernels reach only through addresses stored in others.
+    `reachable` takes the CPU tensors that kernels reach only through addresses stored in others. A view that a kernel
+    is given is bounded by its own elements; with `whole` it leads to all of its storage.
     """
 
     arch: str
     budget: int = BUDGET  # steps of a batch of workgroups before a kernel counts as stuck
+    whole: bool = False
     processes: int = 1  # that share a launch's workgroups
     launches: list[Launch] = field(default_factory=list)
     reachable: list[Any] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Emulation:
 
     def arguments(self) -> Arguments:
         """Of the next launch, to be filled."""
-        return Arguments(self._unwritten.written())
+        return Arguments(self._unwritten.written(), self.whole)
 
     def run(
         self, code: Code, grid: Sequence[int], block: Sequence[int], arguments: Arguments, lds_bytes: int = 0
@@ -122,7 +124,7 @@ def activate(arch: str, budget: int = BUDGET, processes: int | None = None) -> I
     if processes < 1:
         raise ValueError(f"processes={processes} is less than 1")
     config, hook = _triton()
-    driver, emulation = _driver(arch), Emulation(arch, budget, min(processes, os.cpu_count() or 1))
+    driver, emulation = _driver(arch), Emulation(arch, budget, processes=min(processes, os.cpu_count() or 1))
     with _lock:
         if _current is not None:
             where = "this" if _current.thread == emulation.thread else "another"

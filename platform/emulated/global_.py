@@ -1,12 +1,15 @@
-"""Instructions on global memory: global_* and flat_*."""
+"""Instructions on global memory: global_*, and flat_* on that, LDS or scratch, as each lane's address says."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from portable.platform.emulated.access import Access
 from portable.platform.emulated.atomics import MEMORY, Atomic
-from portable.platform.emulated.isa import M0, Instruction, Operand
+from portable.platform.emulated.isa import APERTURES, M0, Instruction, Operand
 from portable.platform.emulated.transfer import (
     CACHE,
     LOADS,
@@ -17,8 +20,8 @@ from portable.platform.emulated.transfer import (
     data,
     extended,
     read,
+    words_of,
     write,
-    write_old,
 )
 from portable.platform.emulated.waves import LANE, U64, Array, Group, handles
 
@@ -36,6 +39,27 @@ def address(w: Group, i: Instruction, vector: Operand, base: Operand | None) -> 
         raise NotImplementedError(f"line {i.line}: base {base.text!r} of {i.text!r} is no scalar pair")
     start = (w.get_s64(base.index) + offset)[:, None]
     return np.asarray(start + (U64(0) if vector.kind == "off" else w.u32(vector).astype(U64)))
+
+
+def spaces(w: Group, i: Instruction, at: Array, flat: bool) -> Iterator[tuple[Access, Any, Array]]:
+    """The lanes that access global memory, LDS and scratch, that memory, and their addresses [n] in it."""
+    if flat:
+        high = at >> U64(32)
+        shared, private = (high == U64(APERTURES[f"src_{name}_base"] >> 32) for name in ("shared", "private"))
+        for where, memory in ((shared, w.memory.lds), (private, w.memory.scratch)):
+            access = Access(w, i, where)
+            if not access.none:
+                yield access, memory, access.pick(at & U64(0xFFFFFFFF)).astype(np.int64)
+        access = Access(w, i, ~(shared | private))
+    else:
+        access = Access(w, i)
+    if not access.none:
+        yield access, w.memory.allocations, access.pick(at)
+
+
+def merged(found: list[Array]) -> Array:
+    """What lanes of several spaces have found, each 0 where the others have not."""
+    return found[0] if len(found) == 1 else np.bitwise_or.reduce(found)
 
 
 def to_lds(w: Group, i: Instruction, access: Access, words: Array, load: Load, pitch: int) -> None:
@@ -58,10 +82,12 @@ def _enter(kind: str) -> None:
         def load_handler(w: Group, i: Instruction, load: Load = load) -> None:
             """D = MEM[address], sub-word loads extended or into one half."""
             accept(i, "offset", *CACHE, operands=2 if flat else 3)
-            access = Access(w, i)
-            if not access.none:
-                at = access.pick(address(w, i, i.operands[1], base(i, 2)))
-                write(w, i.operands[0], access.spread(w.memory.allocations.load(access, at, load.nbytes)), load)
+            found = [
+                access.spread(memory.load(access, at, load.nbytes))
+                for access, memory, at in spaces(w, i, address(w, i, i.operands[1], base(i, 2)), flat)
+            ]
+            if found:
+                write(w, i.operands[0], merged(found), load)
 
     for name, store in STORES.items():
 
@@ -69,10 +95,8 @@ def _enter(kind: str) -> None:
         def store_handler(w: Group, i: Instruction, store: Store = store) -> None:
             """MEM[address] = low bytes of D, or of D >> 16."""
             accept(i, "offset", *CACHE, operands=2 if flat else 3)
-            access = Access(w, i)
-            if not access.none:
-                at = access.pick(address(w, i, i.operands[0], base(i, 2)))
-                w.memory.allocations.store(access, at, read(w, access, i.operands[1], store), store.nbytes)
+            for access, memory, at in spaces(w, i, address(w, i, i.operands[0], base(i, 2)), flat):
+                memory.store(access, at, read(w, access, i.operands[1], store), store.nbytes)
 
     for name, operation in MEMORY.items():
 
@@ -81,17 +105,15 @@ def _enter(kind: str) -> None:
             """old = MEM[address]; MEM[address] = old OP D; return old if sc0."""
             returns = 1 if i.modifiers.get("sc0") else 0
             accept(i, "offset", *CACHE, operands=(2 if flat else 3) + returns)
-            access, kind = Access(w, i), operation.dtype
-            if access.none:
-                return
-            at = access.pick(address(w, i, i.operands[returns], base(i, returns + 2)))
-            given = [
-                data(w, access, i.operands[returns + 1], kind, number * kind.itemsize // 4)
-                for number in range(operation.sources)
-            ]
-            old = w.memory.allocations.atomic(access, at, operation, given)
-            if returns:
-                write_old(w, access, i.operands[0], old)
+            kind, found = operation.dtype, list[Array]()
+            for access, memory, at in spaces(w, i, address(w, i, i.operands[returns], base(i, returns + 2)), flat):
+                given = [
+                    data(w, access, i.operands[returns + 1], kind, number * kind.itemsize // 4)
+                    for number in range(operation.sources)
+                ]
+                found.append(access.spread(words_of(memory.atomic(access, at, operation, given))))
+            for number, word in enumerate(merged(found) if returns and found else ()):
+                w.set(i.operands[0], word, number)
 
 
 _enter("global")

@@ -129,8 +129,8 @@ def compile(source: str | Path, arch: str, options: Sequence[str] = (), cache: P
         ValueError: an architecture without emulation, or a source that does not compile; clang's words follow.
         RuntimeError: the compiler or headers are not installed; the message says what to install.
     """
-    if arch not in clang.ISA:
-        raise ValueError(f"arch {arch!r} is not one of {', '.join(clang.ISA)}")
+    if arch not in driver.DEVICES:
+        raise ValueError(f"arch {arch!r} is not one of {', '.join(driver.DEVICES)}")
     folder = source.resolve().parent if isinstance(source, Path) else None
     name, text = (source.name, source.read_text()) if isinstance(source, Path) else ("source.hip", source)
     parts = [clang.version(), arch, json.dumps(list(options)), name, text]

@@ -22,6 +22,9 @@ PAIRS = (
     "src0_sel|src1_sel|mul|div|bitop3"
 )
 MODIFIER = re.compile(rf"(?<!\S)(?:({PAIRS}):(\[[^\]]*\]|swizzle\([^)]*\)|[\w.-]+)|({FLAGS}))(?=\s|$)")
+# Where flat addresses mean LDS or scratch: the upper halves of addresses that no allocation has.
+APERTURES = {"src_shared_base": 1 << 61, "src_private_base": (1 << 61) + (1 << 32)}
+APERTURES |= {name.replace("base", "limit"): start | 0xFFFFFFFF for name, start in APERTURES.items()}
 UNTYPED = ("s_waitcnt", "s_sendmsg")  # no register among their operands
 SUFFIX = re.compile(r"_(e32|e64|dpp|sdwa)$")
 
@@ -34,8 +37,8 @@ class DecodeError(ValueError):
 class Operand:
     """A register range, a constant, a label, or `off`.
 
-    `kind` is "v" (vector; accumulation registers from 256), "s" (scalar), "i" (integer), "f" (float), "off", or "label"
-    for any other name, hwreg(...) included, that only `text` holds.
+    `kind` is "v" (vector; accumulation registers from 256), "s" (scalar), "i" (integer), "f" (float), "off", "aperture"
+    (a constant of 64 bits), or "label" for any other name, hwreg(...) included, that only `text` holds.
     """
 
     kind: str
@@ -185,13 +188,15 @@ def operand(text: str) -> Operand:
         kind, index, count = found[1], int(found[2]), int(found[3]) - int(found[2]) + 1
     elif inner in NAMED:
         kind, (index, count) = "s", NAMED[inner]
+    elif inner in APERTURES:
+        kind, index, count = "aperture", APERTURES[inner], 2
     elif inner == "off":
         kind = "off"
     elif inner in FLOATS:
         kind, value = "f", float(inner)
     elif re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", inner):
         kind, index = "i", int(inner, 0)
-    elif re.fullmatch(r"[.A-Za-z_$][\w.@+$]*|hwreg\(.*\)", inner):
+    elif re.fullmatch(r"[.A-Za-z_$][\w.@+$]*|(hwreg|gpr_idx)\(.*\)", inner):
         kind = "label"
     else:
         raise DecodeError(f"operand {text!r} is not understood")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from portable.platform.emulated.arguments import Buffer, pack
+from portable.platform.emulated.indexed import covered
 from portable.platform.emulated.isa import EXEC, VCC, Code, masks
 from portable.platform.emulated.memory import Allocations, Memory
 from portable.platform.emulated.opcodes import HANDLERS, missing
@@ -28,6 +29,8 @@ USER_SGPRS = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
 # clamped to 0, and quiet NaN from signalling ones.
 MODE = {"float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3}
 MODE |= {"float_denorm_mode_16_64": 3, "dx10_clamp": 1, "ieee_mode": 1}
+# What opcodes without emulation are for, where their names do not say so.
+PURPOSE = {"s_sendmsg": "printing", "s_memtime": "a clock", "s_memrealtime": "a clock", "s_swappc_b64": "a call"}
 Around = Callable[[int, Handler], Handler]  # (an instruction's number, its handler) -> what runs instead
 
 
@@ -60,15 +63,20 @@ def prepare(code: Code, around: Around | None = None) -> list[Step]:
     if code.arch not in LDS_BYTES:
         raise ExecutionError(f"{code.name}: {code.arch} is not one of {', '.join(LDS_BYTES)}")
     if unknown := missing(code.instructions):
-        raise ExecutionError(f"{code.name} ({code.arch}) uses opcodes that are not emulated: {', '.join(unknown)}")
+        names = ", ".join(f"{name} ({PURPOSE[name]})" if name in PURPOSE else name for name in unknown)
+        raise ExecutionError(f"{code.name} ({code.arch}) uses opcodes that are not emulated: {names}")
     if not code.instructions or code.instructions[-1].name not in LAST:
         raise ExecutionError(f"{code.name}: the code runs past its end")
     for name, value in MODE.items():  # compilers print all of them; code made by hand need not
         if (asked := int(code.facts.get(name, value))) != value:
             raise ExecutionError(f"{code.name}: {name} {asked} is not emulated; it must be {value}")
+    try:
+        indexed = covered(code)
+    except NotImplementedError as error:
+        raise ExecutionError(f"{code.name}: {error} is not emulated") from None
     steps = []
     for number, i in enumerate(code.instructions):
-        handler = HANDLERS.get(i.name)
+        handler = indexed.get(number, HANDLERS.get(i.name))
         if around is not None and handler is not None:
             handler = around(number, handler)
         steps.append(Step(i, handler, i.name.startswith(CONTROL)))
@@ -108,7 +116,7 @@ def launch(
     per_group = -(-int(np.prod(block)) // LANES)
     allocations = Allocations()
     for buffer in buffers:
-        allocations.add(buffer.data, buffer.name, written=buffer.written)
+        allocations.add(buffer.data, buffer.name, written=buffer.written, rows=buffer.rows)
     arguments = kernarg(code, explicit, grid, block)
     address = allocations.add(arguments, "kernarg")
     packet = allocations.add(dispatch_packet(grid, block, scratch, lds), "dispatch packet")

@@ -11,6 +11,7 @@ from portable.platform.emulated import (  # noqa: F401  (entering is what they a
     division,
     floating,
     global_,
+    indexed,
     integer,
     lds,
     matrix,

@@ -106,6 +106,10 @@ class Scratch(Pieces):
         self._span.store(at, words)
         self._write(at)
 
+    def atomic(self, access: Access, address: Array, operation: Atomic, sources: list[Array]) -> Array:
+        """Hardware has none."""
+        raise access.fault("atomic on scratch", np.ones(len(address), np.bool_))
+
     def _lane(self, access: Access) -> Array:
         """[n]: the lane's number within the batch."""
         lanes = np.broadcast_to(np.arange(64), access.mask.shape)

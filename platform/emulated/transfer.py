@@ -131,8 +131,13 @@ def data(w: Group, access: Access, source: Operand, dtype: np.dtype[np.generic],
     return np.ascontiguousarray(words).view(dtype)[:, 0]
 
 
+def words_of(values: Array) -> Array:
+    """[n] of a 4-byte or 8-byte type as [words, n] uint32."""
+    words: Array = np.ascontiguousarray(values).view(U32).reshape(len(values), -1).T
+    return words
+
+
 def write_old(w: Group, access: Access, to: Operand, old: Array) -> None:
     """Put the values before an atomic, [n], into registers."""
-    words = access.spread(np.ascontiguousarray(old).view(U32).reshape(len(old), -1).T)
-    for number, word in enumerate(words):
+    for number, word in enumerate(access.spread(words_of(old))):
         w.set(to, word, number)

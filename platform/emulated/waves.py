@@ -134,7 +134,7 @@ class Group:
         """[G] uint64 of a scalar register pair, or a sign-extended integer constant."""
         if operand.kind == "s":
             return self.get_s64(operand.index)
-        if operand.kind == "i":
+        if operand.kind in ("i", "aperture"):
             return np.full(self.size, operand.index & 0xFFFFFFFFFFFFFFFF, U64)
         if operand.kind == "f":
             return np.full(self.size, np.float64(operand.value).view(U64), U64)

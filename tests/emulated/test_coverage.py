@@ -12,7 +12,7 @@ from portable.platform.emulated.opcodes import HANDLERS
 
 FAMILIES = [
     *("isa", "scalar", "control", "crosslane", "integer", "floating", "division"),
-    *("packed", "convert", "scaled", "matrix", "memory", "lds", "atomics"),
+    *("packed", "convert", "scaled", "matrix", "memory", "lds", "atomics", "indexed"),
 ]
 
 

@@ -141,6 +141,9 @@ extern "C" __global__ void trapped(int* flag) {
     flag[1] = 1;
 }
 
+extern "C" __global__ void printing(int* x) { printf("%d", x[0]); }
+extern "C" __global__ void timing(long* x) { x[0] = clock64(); }
+
 extern "C" __global__ void count(int* bins, const int* which) {
     atomicAdd(bins + which[threadIdx.x], 1);  // COUNT
 }
@@ -325,6 +328,12 @@ def test_calls_and_addresses_in_data_are_refused(modules):
         modules["gfx942"]["calling"]
     with pytest.raises(NotImplementedError, match="pointed uses where, data with addresses in it"):
         modules["gfx942"]["pointed"]
+
+
+def test_printing_and_clocks_are_refused(module):
+    for name, opcode in (("printing", r"s_sendmsg \(printing\)"), ("timing", r"s_memtime \(a clock\)")):
+        with pytest.raises(ExecutionError, match=rf"^{name} \({module.arch}\) uses opcodes that are not .*: {opcode}$"):
+            module[name](1, 64, torch.zeros(2, dtype=torch.int64))
 
 
 def test_arguments_are_checked(module):

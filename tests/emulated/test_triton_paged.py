@@ -99,6 +99,26 @@ def test_the_items_of_a_schedule_are_all_of_the_work_once_and_the_longest_come_f
         assert listed == sorted(listed, reverse=True)
 
 
+@pytest.mark.parametrize("count, keys, once", [(2, 500, 9), (5, 320, 7), (8, 256, 8), (3, 250, 2), (1, 700, 20)])
+def test_requests_as_long_as_each_other_are_cut_into_the_parts_that_end_soonest(count, keys, once):
+    block = 16
+    with activate("gfx942"):
+        work, same = (
+            schedule(batch(lens), (None, None), 4, 16, block, enough=2, once=once, wanted=40)
+            for lens in ([(1, keys)] * count, [(1, keys - 2 * r) for r in range(count)])
+        )
+    blocks = -(-keys // block)
+
+    def rounds(parts: int) -> int:
+        """Blocks that pass until the last part is done, as many more as hold 64 keys for what a part costs."""
+        return -(-count * parts // once) * (-(-blocks // parts) + 64 // block * (parts > 1))
+
+    parts = work.counts[0].item() // count
+    assert work.counts[0].item() == count * parts
+    assert rounds(parts) == min(rounds(n) for n in range(1, 1 + 40 // count))
+    assert same.counts[0].item() == work.counts[0].item()
+
+
 def test_pages_beyond_2_to_the_31_elements(device):
     """Page ids times strides need 64 bits; the file behind the pages is sparse."""
     layer = Layer.gqa(num_heads=2, num_kv_heads=1, head_dim=32, dtype=torch.bfloat16)
@@ -121,7 +141,7 @@ def test_pages_beyond_2_to_the_31_elements(device):
     torch.testing.assert_close(out[0].double(), want, rtol=0, atol=2e-2)
 
 
-def run(lens, layer, seed=0, tile=None, of=None):
+def run(lens, layer, seed=0, tile=None, of=None, joins=None):
     """The output of a batch, or of one request of it alone, on data that are the same for both."""
     generator = torch.Generator().manual_seed(seed)
     made = batch(lens)
@@ -136,11 +156,23 @@ def run(lens, layer, seed=0, tile=None, of=None):
         first = sum(n for n, _ in lens[:of])
         q, table, lens = q[first : first + lens[of][0]], table[of : of + 1], lens[of : of + 1]
     made = inputs.segment(replace(KERNEL, prepare=None), tuple(lens), layer, table, 16)
-    made = replace(made, prepared=paged.prepare(made, layer, tile))
+    prepared = paged.prepare(made, layer, tile)
+    made = replace(made, prepared=prepared if joins is None else replace(prepared, joins=joins))
     out = torch.full_like(q, torch.nan)
     tensors = LayerTensors(sinks=torch.zeros(layer.num_heads) if layer.sinks else None)
     KERNEL.run(q, KV(k, v), made, layer, tensors, out, None)
     return out, made
+
+
+def test_a_program_that_joins_several_rows_joins_each(device):
+    """More rows than programs: a tile of every request is split, and one request has no queries."""
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=16)
+    tile = Tile(block_n=16, num_warps=2, num_stages=2, programs=2, enough=16)
+    lens = [(3, 150), (0, 90), (1, 7), (2, 200)]
+    many, made = run(lens, layer, tile=tile)
+    assert made.prepared.work.counts[1] > 0
+    few, _ = run(lens, layer, tile=tile, joins=3)
+    assert torch.equal(many, few) and not many.isnan().any()
 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_batch(device):

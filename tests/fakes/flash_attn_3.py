@@ -1,8 +1,8 @@
 """`flash_attn_interface` (FlashAttention 3), and `vllm.vllm_flash_attn` with its versions 2 and 3.
 
 Rows reproduced. LSE: "FA3", "V-FA varlen". Pages: "FA3", "FA2 vLLM fork" [U: multiples of 16]. Sections "FA3 Hopper"
-and "vLLM bundled". [U] are whether sinks are in the LSE, what a row without keys gets beside sinks, and whether the
-tail of a page that TMA reads must be finite.
+and "vLLM bundled". [U] are whether the tail of a page that TMA reads must be finite, and the output of a row without
+keys beside sinks. Its LSE is the sink where its tile is computed and -inf where the whole tile is passed over.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Build:
     varlen_lse: bool = True  # varlen can return its LSE
     schedules: bool = True  # there is `get_scheduler_metadata`
     tail: str = "poison"  # of pages that TMA reads; or "masked"
-    sink_in_lse: bool = True
+    sink_in_lse: bool = True  # as it is in the source; no build is known that differs
     sink_empty: float = 0.0  # the output of a row without keys beside a sink
+    sink_skipped: bool = False  # its LSE is -inf
 
 
 THIS = Build()
@@ -58,6 +59,9 @@ def hopper(build: Build, q, qv, keys, values, spans, scale, causal, window, soft
     """The kernel: out [T, H, Dv] and lse [H, T]."""
     if scale is None:
         scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+    k_dim, v_dim = keys[0].shape[-1], values[0].shape[-1]
+    if page and k_dim < v_dim <= 64:  # one tile for both: what is behind the width of K is not read
+        values = [torch.cat((each[..., :k_dim], torch.zeros_like(each[..., k_dim:])), -1) for each in values]
     if qv is not None:
         q, keys = torch.cat([qv, q], -1), [torch.cat(pair, -1) for pair in zip(values, keys, strict=True)]
     queries = [q[start:end] for start, end in spans]
@@ -67,12 +71,31 @@ def hopper(build: Build, q, qv, keys, values, spans, scale, causal, window, soft
     )
     if sinks is not None and not build.sink_in_lse:
         lses = attention(queries, keys, values, scale=scale, window=sides(window, causal), softcap=softcap)[1]
+    elif sinks is not None and build.sink_skipped:
+        plain = attention(queries, keys, values, scale=scale, window=sides(window, causal), softcap=softcap)[1]
+        lses = [lse.masked_fill(other == -math.inf, -math.inf) for lse, other in zip(lses, plain, strict=True)]
     rows = max(end - start for start, end in spans) * (q.shape[1] // values[0].shape[1])
-    if build.tail == "poison" and page and page % 64 == 0 and rows > 64:
+    widths = (k_dim if qv is not None else keys[0].shape[-1]), values[0].shape[-1]
+    if build.tail == "poison" and page and max(window) < 0 and read_by_tma(page, rows, *widths, causal):
         for r, (out, tail) in enumerate(zip(outs, kpages, strict=True)):
             if tail.isnan().any():
                 outs[r] = torch.full_like(out, torch.nan)
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def read_by_tma(page: int, rows: int, dim: int, v_dim: int, causal: bool) -> bool:
+    """Whether pages hold whole tiles of keys and the rows of queries more than one tile."""
+    one_group = rows <= 64 and dim in (64, 128)
+    if dim <= 64:
+        wide = (64, 64) if v_dim > 256 else (128, 96) if v_dim > 192 else (192, 128 if causal else 192)
+        tile = (64, 192) if one_group and v_dim <= 192 else wide
+    elif dim <= 96:
+        tile = 192, 144
+    elif dim <= 128:
+        tile = (64, 128 if causal else 176) if one_group else (128, 128 if causal else 160)
+    else:
+        tile = 128, 80 if dim > 192 else 128 if v_dim <= 128 else 96
+    return page % tile[1] == 0 and rows > tile[0]
 
 
 def tails(pages, table, lens):

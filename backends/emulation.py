@@ -1,0 +1,40 @@
+"""The emulated device that CPU tensors belong to: for launchers of device code."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from portable.platform import emulated
+
+
+def emulated_arch() -> str:
+    """The active device's architecture, or that which the environment names.
+
+    Raises:
+        ValueError: none is active or named.
+    """
+    if (active := _active()) is not None:
+        return str(active.arch)
+    name = os.environ.get("PORTABLE_DEVICE", "")
+    if not name.startswith("emulated:"):
+        raise ValueError(
+            "the tensors are on the CPU and no emulated device is active; a kernel of this backend needs a GPU, or "
+            "PORTABLE_DEVICE=emulated:gfx942"
+        )
+    return name.removeprefix("emulated:")
+
+
+def emulating(arch: str) -> AbstractContextManager[Any]:
+    """Makes the emulated device active, where it is not."""
+    return nullcontext() if _active() is not None else emulated.activate(arch)
+
+
+def _active() -> Any:
+    from portable.platform.emulated import driver
+
+    try:
+        return driver.current()
+    except RuntimeError:
+        return None

@@ -1,0 +1,132 @@
+// What differs between the two vendors' C++, and the number formats, in plain arithmetic: the headers for fp16, bf16
+// and fp8 come with toolkits, which a user's machine may not have.
+#pragma once
+
+#if !defined(__CUDACC_RTC__) && !defined(__HIPCC_RTC__)  // both have it built in
+#include <hip/hip_runtime.h>
+#endif
+
+#if defined(__HIP__) || defined(__HIPCC_RTC__)
+#define SHUFFLE_XOR(value, lanes) __shfl_xor(value, lanes)
+#else
+#define SHUFFLE_XOR(value, lanes) __shfl_xor_sync(~0u, value, lanes)
+#endif
+#define KERNEL extern "C" __global__ void
+#define DEVICE static __device__ __forceinline__
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;  // of every offset into a pool: 65,536 pages of 32 KiB are past 2**31
+
+// A binary format of up to 16 bits. Values beyond the largest become infinite, or that largest where it SATURATES.
+// "fnuz" has no -0, whose code is its NaN. A code of 0 for INFINITY: the format has none.
+template <typename Bits, int MANTISSA, int BIAS, u32 LARGEST, u32 INFINITY_CODE, u32 NAN_CODE, bool SATURATES>
+struct Format {
+    Bits bits;
+    static constexpr u32 SIGN = 1u << (8 * sizeof(Bits) - 1);
+    static constexpr bool FNUZ = NAN_CODE == SIGN;
+    static constexpr u32 MOST = SATURATES ? LARGEST : INFINITY_CODE;
+
+    // Exact: the exponent as float32 reads it is 127 - BIAS too small, and float32's own subnormals stand for these.
+    DEVICE float decode(Format x) {
+        const u32 size = x.bits & (SIGN - 1);
+        float value = __uint_as_float(size << (23 - MANTISSA)) * __uint_as_float((254u - BIAS) << 23);
+        if (FNUZ ? x.bits == SIGN : size > LARGEST) value = __uint_as_float(0x7fc00000);
+        if (INFINITY_CODE && size == INFINITY_CODE) value = __uint_as_float(0x7f800000);
+        return x.bits & SIGN ? -value : value;
+    }
+
+    // To the nearest, ties to even.
+    DEVICE Format encode(float x) {
+        const u32 bits = __float_as_uint(x), size = bits & 0x7fffffff;
+        constexpr int drop = 23 - MANTISSA;
+        constexpr u32 rebias = (127u - BIAS) << MANTISSA;
+        const u32 normal = ((size + ((size >> drop) & 1) + ((1u << (drop - 1)) - 1)) >> drop) - rebias;
+        // below the least normal number, values are multiples of 2**(1 - BIAS - MANTISSA): adding 2**23 rounds to one
+        const float steps = __uint_as_float(size) * __uint_as_float((126u + BIAS + MANTISSA) << 23) + 8388608.0f;
+        const u32 subnormal = __float_as_uint(steps) & (SIGN - 1);
+        u32 code = size < (128u - BIAS) << 23 ? subnormal : normal;
+        if (code > MOST) code = MOST;
+        if (size > 0x7f800000) return {(Bits)NAN_CODE};
+        if (FNUZ && !code) return {(Bits)0};
+        return {(Bits)(code | (bits >> 31 ? SIGN : 0))};
+    }
+};
+typedef Format<u8, 3, 7, 0x7e, 0, 0x7f, true> e4m3fn;
+typedef Format<u8, 3, 8, 0x7f, 0, 0x80, true> e4m3fnuz;
+typedef Format<u8, 2, 15, 0x7b, 0x7c, 0x7f, true> e5m2;
+typedef Format<u8, 2, 16, 0x7f, 0, 0x80, true> e5m2fnuz;
+typedef Format<u16, 10, 15, 0x7bff, 0x7c00, 0x7e00, false> fp16;
+struct bf16 { u16 bits; };
+
+template <typename T> struct Bits {
+    DEVICE T from(u32 bits) { return {(decltype(T::bits))bits}; }
+    DEVICE u32 of(T x) { return x.bits; }
+};
+template <> struct Bits<float> {
+    DEVICE float from(u32 bits) { return __uint_as_float(bits); }
+    DEVICE u32 of(float x) { return __float_as_uint(x); }
+};
+
+template <typename T> DEVICE float to_float(T x) { return T::decode(x); }
+template <> __device__ __forceinline__ float to_float(float x) { return x; }
+template <> __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+
+template <typename T> struct From {
+    DEVICE T value(float x) { return T::encode(x); }
+};
+template <> struct From<float> {
+    DEVICE float value(float x) { return x; }
+};
+template <> struct From<bf16> {
+    DEVICE bf16 value(float x) {
+        const u32 bits = __float_as_uint(x);
+        if ((bits & 0x7fffffff) > 0x7f800000) return {(u16)(bits >> 16 | 0x40)};
+        return {(u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+    }
+};
+
+// COUNT elements of a row as words, so that they stay in registers whatever is done with one of them. Read and written
+// as one vector where `whole`, else element by element, `step` apart, the first `count` of them.
+template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Few {
+    u32 word[sizeof(T) * COUNT / 4];
+
+    __device__ __forceinline__ T get(int i) const {
+        return Bits<T>::from(word[i * sizeof(T) / 4] >> 8 * (i * sizeof(T) % 4));
+    }
+    __device__ __forceinline__ void set(int i, T x) {
+        word[i * sizeof(T) / 4] |= Bits<T>::of(x) << 8 * (i * sizeof(T) % 4);
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (u32& each : word) each = 0;
+    }
+};
+
+template <typename T, int COUNT, typename Step>
+DEVICE Few<T, COUNT> read(const T* from, bool whole, int count, Step step) {
+    if (whole) return *(const Few<T, COUNT>*)from;
+    Few<T, COUNT> few;
+    few.clear();
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (i < count) few.set(i, from[step(i)]);
+    return few;
+}
+
+template <typename T, int COUNT, typename Step>
+DEVICE void write(T* to, Few<T, COUNT> few, bool whole, int count, Step step) {
+    if (whole) {
+        *(Few<T, COUNT>*)to = few;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (i < count) to[step(i)] = few.get(i);
+}
+
+DEVICE i64 next(int i) { return i; }
+
+template <int COUNT, typename T> DEVICE bool aligned(const T* at) { return (u64)at % (sizeof(T) * COUNT) == 0; }

@@ -1,0 +1,84 @@
+"""How the MLA decode kernel is cut for each family of devices: facts as data, and how one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from portable.layer import Layer
+from portable.platform.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """One way to cut the work: `programs` run at once on a compute unit, items have `enough` keys where there are."""
+
+    block_m: int  # rows: (query token, head) pairs
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+    turns: int = 4  # at most so many times as many items as run at once
+    enough: int = 1024
+    options: Mapping[str, int] = field(default_factory=dict)  # of the vendor's compiler
+
+
+def rows_of(layer: Layer, max_query_len: int, most: int) -> int:
+    """Rows of a tile, a power of two: all heads for every query token, where they fit.
+
+    >>> layer = Layer.mla(num_heads=16)
+    >>> [rows_of(layer, n, 64) for n in (1, 2, 8)]
+    [16, 32, 64]
+    """
+    tokens = 1 if layer.batch_invariant else max_query_len
+    return min(max(16, 1 << (layer.num_heads * tokens - 1).bit_length()), most)
+
+
+# The most rows of a tile, and keys, for rows of at most 1,152 bytes. 64 rows of queries pass through 64 KiB of LDS, all
+# that a gfx942 has, and spill 4 registers there beside 16 keys, 12 beside 32; a gfx90a spills 8 beside 16.
+AMD = {"gfx950": (64, 32)}
+AMD_OTHERS = (32, 32)
+
+
+def tile_of(target: Target, layer: Layer, max_query_len: int) -> Tile:
+    """The tile for this device, layer and query tokens."""
+    size = layer.dtype.itemsize
+    row = (padded(layer.kv_lora_rank) + padded(layer.qk_rope_head_dim)) * size  # bytes of a key, as it is multiplied
+    if target.vendor == "amd":
+        most, keys = AMD.get(target.arch, AMD_OTHERS) if size == 2 else (16, 16)
+        block_m = rows_of(layer, max_query_len, most)
+        # 32 keys of 576 bf16 are 36 KiB, and four waves share the output of 16 rows: 32 registers a lane
+        return Tile(
+            block_m=block_m,
+            block_n=keys if row > 576 else 64,
+            num_warps=4,
+            num_stages=2,
+            options={"waves_per_eu": 0, "matrix_instr_nonkdim": 16},
+        )
+    block_m, block_n = rows_of(layer, max_query_len, 64 if size == 2 else 16), 64 if size == 2 else 16
+    if block_m == 64 and target.matrix == "tcgen05":  # Triton gives its products more shared memory: 281 KiB
+        block_n = 32
+    # queries, two blocks of keys and weights: on an H100 64 keys took 218 us where 32 took 222, and 16 rows of 4
+    # warps as long as of 8, which fp8 takes so as not to spill; of 64 rows, a warpgroup has half of the columns
+    while block_n > 16 and (block_m + 2 * block_n) * row + block_m * block_n * size > target.shared_memory:
+        block_n //= 2
+    while block_m > 16 and (block_m + 2 * block_n) * row + block_m * block_n * size > target.shared_memory:
+        block_m //= 2
+    blocks = 2 if (block_m + 2 * block_n) * row <= target.shared_memory else 1  # float32 on 99 KiB
+    asynchronous = block_m == 64 and target.matrix == "wgmma"
+    return Tile(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=8 if row > 576 and (block_m > 16 or layer.kv_dtype.itemsize == 1) else 4,
+        num_stages=blocks if asynchronous else blocks + 1,
+        turns=2,
+    )
+
+
+def padded(width: int) -> int:
+    """Columns that a product takes for a width: a power of two from 16.
+
+    >>> padded(512), padded(24), padded(8)
+    (512, 32, 16)
+    """
+    return max(16, 1 << (width - 1).bit_length())

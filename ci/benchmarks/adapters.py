@@ -1,0 +1,149 @@
+"""What an adapter adds to a call: python -m benchmarks.adapters [kernel ...], from ci/, on this machine's device.
+
+The vendor's function is left out on both sides: a stand-in gives the same results at once, so what differs is the
+adapter's own time. Its arguments are those that the adapter would pass, so nothing of it is installed. Microseconds a
+call, the best of several rounds, inside a registered op, as adapters are called; that op's own call is not in it.
+Copies of what the vendor returns into `out` and `lse`, which it does not write itself, are timed apart: they are work
+on tensors, on a GPU a launch each.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from portable import describe, detect
+from portable.attention import load_kernels
+from portable.backends.adapter import Adapter, Step
+from portable.backends.convention import Convention
+from portable.backends.selftest import plain_layers
+from portable.backends.selftest_inputs import Inputs, Lens, inputs_of
+from portable.kernel import ATTENTION, Kernel, Op
+from portable.layer import Layer
+from portable.platform.target import Target
+
+GOAL = 4.0  # us
+ARCHS = ("gfx942", "sm90", "sm100", "sm80")
+ROUNDS, CALLS = 30, 300
+DECODES: Lens = ((1, 18), (1, 33), (1, 7), (1, 64))
+PROMPTS: Lens = ((5, 5), (19, 19))
+
+
+def adapted() -> Iterator[tuple[Kernel, Adapter]]:
+    """Kernels that a plain adapter makes; those that pad heads or split a step do more than pass arguments on."""
+    for kernel in load_kernels():
+        owner = getattr(kernel.run, "__self__", None)
+        if isinstance(owner, Adapter) and kernel.caps.op in ATTENTION:
+            yield kernel, owner
+
+
+def stand_in(convention: Convention, inputs: Inputs, layer: Layer) -> Callable[..., Any]:
+    """Results of the right number and shapes, made before."""
+    tokens, heads, width = len(inputs.q), layer.num_heads, layer.v_head_dim
+    requests = len(inputs.segment.host_query_lens)
+    shapes = {"ht": (heads, tokens), "th": (tokens, heads), "bhs": (requests, heads, tokens // requests)}
+    out = torch.zeros((tokens, heads, width), dtype=layer.dtype, device=inputs.q.device)
+    if convention.rows == "batch":
+        out = out.unflatten(0, (requests, tokens // requests))
+    lse = torch.zeros(shapes.get(convention.lse.layout, (heads, tokens)), device=inputs.q.device)
+    count, at = next(iter(convention.returns.items()), (1, None))
+    results = tuple(lse if i == at else out for i in range(count))
+    word = convention.names.get("lse")
+    return lambda **given: results if word is None or given[word] else out
+
+
+def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, float]:
+    """us a call without and with an LSE, each with the copies in it apart."""
+    layer, page_size = next(plain_layers(kernel, target))
+    convention = adapter.convention
+    lens = PROMPTS if kernel.caps.op is Op.PREFILL else DECODES
+    inputs = inputs_of(replace(kernel, prepare=None), lens, layer, page_size, target.device)
+    function = stand_in(convention, inputs, layer)
+    alone = type(adapter)(convention)
+    alone.bind = lambda: function  # type: ignore[method-assign]
+    segment = replace(inputs.segment, kernel=kernel)
+    segment = replace(segment, prepared=alone.prepare(segment, layer))
+    out = torch.empty((len(inputs.q), layer.num_heads, layer.v_head_dim), dtype=layer.dtype, device=inputs.q.device)
+    lse = torch.empty((layer.num_heads, len(inputs.q)), device=inputs.q.device)
+    step = segment.prepared if isinstance(segment.prepared, Step) else segment.prepared.prepared
+    given = dict(step.calls[0], **{word: None for word in convention.names.values() if word not in step.calls[0]})
+    at = out.device
+    direct = best(lambda: function(**given), at)
+    copied = 0.0 if convention.writes_out else best(partial(out.copy_, torch.zeros_like(out)), at)
+    call = partial(alone.run, inputs.q, inputs.kv, segment, layer, inputs.tensors, out)
+    found = {"out": best(partial(call, None), at) - direct - copied, "out's copy": copied}
+    if "lse" in kernel.caps.features:
+        logs = torch.zeros_like(lse)
+        if convention.lse.layout != "ht":
+            logs = logs.T.contiguous().T
+        found["lse's copy"] = best(partial(lse.copy_, logs), at)
+        found["out and lse"] = best(partial(call, lse), at) - direct - copied - found["lse's copy"]
+    return found
+
+
+_library = torch.library.Library("portable_benchmarks", "DEF")
+_library.define("timed(Tensor at) -> ()")
+_calls: list[Callable[[], object]] = []
+_took: list[float] = []
+
+
+def _timed(at: torch.Tensor) -> None:
+    """Rounds of the call that waits, as the dispatcher calls an adapter: views are cheaper below autograd."""
+    call = _calls.pop()
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        _took.append(time.perf_counter() - start)
+        if at.is_cuda:
+            torch.cuda.synchronize()
+
+
+_library.impl("timed", _timed, "CompositeExplicitAutograd")
+
+
+def best(call: Callable[[], object], device: torch.device) -> float:
+    _took.clear()
+    _calls.append(call)
+    with torch.no_grad():
+        torch.ops.portable_benchmarks.timed(torch.empty(0, device=device))
+    return min(_took) / CALLS * 1e6
+
+
+def blank(name: str) -> None:
+    """Modules of a vendor that is not here, for what an adapter looks up beside its function."""
+    parts = name.split(".")
+    for i in range(len(parts)):
+        sys.modules.setdefault(".".join(parts[: i + 1]), ModuleType(parts[i]))
+    sys.modules[name].get_mla_metadata = lambda *given: (None, None)  # type: ignore[attr-defined]
+
+
+def main(names: list[str]) -> int:
+    here, worst = detect(), 0.0
+    print(f"us that an adapter adds to a call, on {here.device}; the goal is {GOAL:g}")
+    for kernel, adapter in adapted():
+        arch = next((arch for arch in ARCHS if not kernel.why_not_on(describe(arch))), None)
+        if arch is None or (names and kernel.name not in names):
+            continue
+        if adapter.convention.module.split(".")[0] not in ("torch", "portable"):
+            blank(adapter.convention.module)
+        try:
+            found = measured(kernel, adapter, replace(describe(arch), device=here.device))
+        except (AttributeError, ImportError) as error:
+            print(f"{kernel.name:45} left out: {error}")
+            continue
+        worst = max(worst, found["out"], found.get("out and lse", 0.0))
+        print(f"{kernel.name:45} " + ", ".join(f"{value:5.2f} {name}" for name, value in found.items()))
+    print(f"worst {worst:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""`Mamba`: recurrent-state layers, planned once a step, then run with tensors only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable import ops
+from portable.attention import Kernels, load_kernels
+from portable.batch import Batch
+from portable.kernel import Needs, Op
+from portable.layer import Layer
+from portable.mamba import MambaPlan, Mode
+from portable.mamba_copies import Moves, plan_state_copies
+from portable.mamba_places import Table
+from portable.mamba_slot import MambaSlot
+from portable.padding import pad
+from portable.platform.detect import detect
+from portable.select import Choice, parse_requested, requested_from_env
+from portable.states import SsmTensors
+
+if TYPE_CHECKING:
+    from portable.explain import Explanation
+
+
+class StatePools(NamedTuple):
+    """The states of one layer: slot i of one belongs to slot i of the other."""
+
+    conv: torch.Tensor  # [slots, W - 1, C], the newest input last
+    ssm: torch.Tensor  # [slots, H, P, N]
+
+
+def allocate_states(
+    layer: Layer, num_slots: int, device: torch.device | str | None = None, conv_dtype: torch.dtype | None = None
+) -> StatePools:
+    """Zeroed states for one layer: inputs in `conv_dtype` (None: the layer's dtype), the rest in its `kv_dtype`.
+
+    >>> [tuple(pool.shape) for pool in allocate_states(Layer.mamba2(num_heads=80), num_slots=4, device="cpu")]
+    [(4, 3, 5376), (4, 80, 64, 128)]
+    """
+    if num_slots < 1:
+        raise ValueError(f"num_slots is {num_slots}; it must be at least 1")
+    inputs = (num_slots, layer.conv_width - 1, layer.conv_channels)
+    states = (num_slots, layer.num_heads, layer.qk_head_dim, layer.state_dim)
+    return StatePools(
+        torch.zeros(inputs, dtype=conv_dtype or layer.dtype, device=device),
+        torch.zeros(states, dtype=layer.kv_dtype, device=device),
+    )
+
+
+class Mamba:
+    """All the Mamba-1 or Mamba-2 layers of a model that share one `Layer`.
+
+    Args:
+        layer: what the layers have in common, by `Layer.mamba1` or `Layer.mamba2`.
+        device: a torch device or its name, or None for the best of this machine (`PORTABLE_DEVICE`).
+        mode, block_size: what the columns of the tables of state slots are: see `portable.mamba`.
+        num_draft: tokens to verify per request at most.
+        max_reqs, max_tokens: the largest step that will be planned.
+        backend: a provider or kernel name to use, or "op=name,..."; None for `PORTABLE_BACKEND` or the best.
+
+    Raises:
+        UnsupportedError: no kernel serves this layer on this device; the message lists every reason.
+
+    >>> layer = Layer.mamba2(num_heads=2, head_dim=4, state_dim=8, dtype=torch.float32)
+    >>> mamba, pools = Mamba(layer, device="cpu"), allocate_states(layer, num_slots=4, device="cpu")
+    >>> plan = mamba.plan(Batch.from_lens([5], [5]), [[3]])
+    >>> xbc = mamba.conv(torch.randn(5, layer.conv_channels), pools.conv, plan, torch.randn(layer.conv_channels, 4))
+    >>> x, b, c = xbc.split([8, 8, 8], -1)
+    >>> tensors = SsmTensors(-torch.rand(2), dt_bias=torch.zeros(2))
+    >>> out = mamba.run(x.view(5, 2, 4), torch.randn(5, 2), b.view(5, 1, 8), c.view(5, 1, 8), pools.ssm, plan, tensors)
+    >>> out.shape, pools.ssm.flatten(1).any(1).tolist()
+    (torch.Size([5, 2, 4]), [False, False, False, True])
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        *,
+        device: torch.device | str | None = None,
+        mode: Mode = "none",
+        block_size: int | None = None,
+        num_draft: int = 0,
+        max_reqs: int = 256,
+        max_tokens: int = 8192,
+        backend: str | None = None,
+    ) -> None:
+        if layer.family not in ("mamba1", "mamba2"):
+            raise ValueError(f"layer.family is {layer.family!r}; Mamba serves 'mamba1' and 'mamba2' layers")
+        limits = {"max_reqs": (max_reqs, 1), "max_tokens": (max_tokens, 1), "num_draft": (num_draft, 0)}
+        if mode != "none" or block_size is not None:
+            limits["block_size"] = (block_size or 0, 1)
+        for name, (value, least) in limits.items():
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an int of at least {least}")
+        self.layer, self.mode, self.block_size, self.num_draft = layer, mode, block_size, num_draft
+        self.max_reqs, self.max_tokens = max_reqs, max_tokens
+        self.target = detect(device)
+        self.device = torch.device(self.target.device)
+        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
+        self._kernels = Kernels(self.target, layer, requested)
+        self._slots: dict[int, MambaSlot] = {}
+        usual = {"conv1d": Op.CONV1D, "decode": Op.STATE_UPDATE, "prefill": Op.SSD, "copy": Op.STATE_COPY}
+        self.choices: Mapping[str, Choice] = {name: self._kernels.choice(op, Needs()) for name, op in usual.items()}
+
+    def explain(self) -> Explanation:
+        """Every choice with its reasons; print it."""
+        from portable.explain import explain
+
+        return explain(
+            self.target,
+            self.layer,
+            requested=self._kernels.requested,
+            installed=self._kernels.installed,
+            kernels=load_kernels(),
+            verdict=self._kernels.verdicts,
+        )
+
+    def plan(
+        self,
+        batch: Batch,
+        table: Table | Sequence[Sequence[int]] | None = None,
+        *,
+        num_accepted: npt.ArrayLike | torch.Tensor | None = None,
+        running: npt.ArrayLike | None = None,
+        checkpoints: npt.ArrayLike | None = None,
+        pad_to: int | None = None,
+        slot: int = 0,
+    ) -> MambaPlan:
+        """Host work for one step, shared by all layers: see `plan_mamba`. It lives until the next one on its slot.
+
+        Args:
+            pad_to: rows of a captured step of decodes: the plan is padded to them, in buffers that never move.
+
+        Raises:
+            ValueError: what `plan_mamba` refuses; a step that is larger than this object was made for, on another
+                device, or padded with prefills in it.
+        """
+        for name, value, limit in (
+            ("requests", batch.num_reqs, self.max_reqs),
+            ("tokens", batch.num_tokens, self.max_tokens),
+            ("rows to pad to", pad_to or 0, self.max_reqs),
+        ):
+            if value > limit:
+                raise ValueError(f"the batch has {value} {name}, above the {limit} that this Mamba was made for")
+        if batch.device != self.device:
+            raise ValueError(f"the batch is on {batch.device}; this Mamba runs on {self.device}")
+        if pad_to is not None:
+            batch = pad(batch, pad_to, max(batch.padded_tokens, pad_to * (1 + self.num_draft)))
+        return self._slot(slot).renew(
+            batch,
+            np.asarray(table) if isinstance(table, Sequence) else table,
+            persistent=pad_to is not None,
+            mode=self.mode,
+            block_size=self.block_size,
+            num_draft=self.num_draft,
+            num_accepted=num_accepted,
+            running=running,
+            checkpoints=checkpoints,
+        )
+
+    def with_group(self, plan: MambaPlan, table: Table, *, slot: int) -> MambaPlan:
+        """The step of a plan on the states of another group with the same block size, as the plan of another slot."""
+        self._check_current(plan)
+        if plan is self._slot(slot).plan:
+            raise ValueError(f"slot {slot} holds the plan itself; give the other group a slot of its own")
+        return self._slot(slot).adopt(plan, table)
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        plan: MambaPlan,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        silu: bool = True,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The causal convolution of one layer, from the inputs that the pool kept, and keep the last ones.
+
+        Args:
+            x: [T, C] the new tokens' inputs, packed in batch order: x alone, or x, B and C side by side in Mamba-2.
+            pool: [slots, W - 1, C], written in place.
+            weight, bias: [C, W] and [C].
+            silu: of the result.
+            out: [T, C] to write into.
+        """
+        self._check_current(plan)
+        out = torch.empty_like(x) if out is None else out
+        ops.state_conv(x, weight, bias, pool, out, silu, plan.handle)
+        return out
+
+    def run(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        pool: torch.Tensor,
+        plan: MambaPlan,
+        tensors: SsmTensors,
+        *,
+        z: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One layer: the new tokens through their requests' states, for the step that `plan` holds.
+
+        Args:
+            x: [T, H, P], packed in batch order; P is 1 in Mamba-1, with a head per channel.
+            dt: [T, H], before its bias and softplus.
+            b, c: [T, G, N].
+            pool: [slots, H, P, N], written in place.
+            tensors: A, D, the bias of dt and its limits.
+            z: [T, H, P]; the result is multiplied with silu(z).
+            out: [T, H, P] to write into.
+        """
+        self._check_current(plan)
+        out = x.new_empty(x.shape) if out is None else out
+        a, d, dt_bias, softplus, (least, most) = tensors
+        ops.state_scan(x, dt, b, c, z, pool, a, d, dt_bias, softplus, least, most, out, plan.handle)
+        return out
+
+    def copy(self, pools: Sequence[StatePools], moves: Moves, table: Table) -> None:
+        """The moves of `RunningStates` in all pools of a group of states at once, by one launch; none, no launch."""
+        copies = plan_state_copies(moves, table, self.device)
+        if len(copies):
+            self.choices["copy"].kernel.run([pool for pair in pools for pool in pair], copies)
+
+    def _slot(self, slot: int) -> MambaSlot:
+        if slot not in self._slots:
+            self._slots[slot] = MambaSlot(self.layer, self._kernels, self.device, self.max_reqs)
+        return self._slots[slot]
+
+    def _check_current(self, plan: MambaPlan) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not any(slot.plan is plan for slot in self._slots.values()):
+            raise ValueError("plan is stale or another object's: a plan lives until the next plan() on its slot")

@@ -1,0 +1,262 @@
+"""The plan of multi-head latent attention: which requests attend to the latents themselves, and which to heads.
+
+A decode absorbs the up-projection into its queries and reads nothing but latents: (512 + 64) + 512 = 1,088
+multiply-adds for each query, head and key of DeepSeek's widths. A prefill makes keys and values of the latents, 512 *
+(128 + 128) for each key and head, and then takes 192 + 128 per query: less from 171 queries a request on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable.batch import Batch
+from portable.chunks import ContextChunk, chunk_context
+from portable.kernel import Kernel, Needs, Op, Segment
+from portable.layer import Layer, UnsupportedError
+from portable.lengths import Int32
+from portable.mha import Choose, segment_of
+from portable.order import DECODE
+from portable.ragged import cdiv, next_power_of_2, round_down
+from portable.select import REFERENCE
+from portable.upload import upload
+
+MAX_DECODE_QUERIES = 8  # a token and seven drafts to verify: what decode kernels are made for
+WORKSPACE_MIB = 1024
+WORKSPACE_TOKENS = 65_536  # keys of one call, beyond which longer calls gain nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """Pieces of the prefills' contexts that fill the workspace once. Both segments are of the same requests."""
+
+    gather: Segment  # the pages of the pieces; no tokens
+    attend: Segment  # the requests' queries over the pieces, without a mask; a request without a piece has no keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """Consecutive requests on the up-projected path."""
+
+    new: Segment  # their new tokens among themselves
+    context: tuple[Context, ...]  # empty where none of them has one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlaSegments:
+    """What one way of calling `run` executes."""
+
+    decodes: tuple[Segment, ...]
+    prefills: tuple[Prefill, ...]
+
+    @property
+    def has_context(self) -> bool:
+        """Whether anything is to be gathered and merged: a fact of the host."""
+        return any(prefill.context for prefill in self.prefills)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlaPlan:
+    """What `MlaAttention.run` executes for one step. It lives until the next plan on its slot."""
+
+    batch: Batch
+    segments: MlaSegments
+    write: Kernel | None  # scatters the new tokens; None for a step that writes nothing
+    handle: int  # the slot, as the registered ops know it
+
+
+def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse: bool = False) -> MlaSegments:
+    """The segments of a step, each with the kernel that `choose` gives for its bucket.
+
+    Requests on a context with as few new tokens as the decode kernels take are decodes, all others prefills. In a
+    batch that is in order each kind is one run of requests; in another order there are more runs.
+
+    Args:
+        workspace: context tokens that are up-projected at once; see `workspace_tokens`.
+        lse: the caller wants the LSE of all tokens.
+
+    Raises:
+        ValueError: a prefill on a context whose length is a bound (`exact=False`), or a context without pages.
+        UnsupportedError: a prefill whose last keys are not its new tokens (a shard, or part of a step).
+    """
+    is_decode = decodes_of(batch, layer, choose)
+    decodes, prefills = [], []
+    for requests in _runs(batch, is_decode):
+        if is_decode[requests.start]:
+            decodes.append(segment_of(batch, layer, choose, requests, Op.MLA_DECODE, lse))
+        else:
+            prefills.append(_prefill(batch, layer, choose, requests, workspace, lse))
+    return MlaSegments(tuple(decodes), tuple(prefills))
+
+
+def decodes_of(batch: Batch, layer: Layer, choose: Choose) -> npt.NDArray[np.bool_]:
+    """[B] which requests the decode kernel serves."""
+    if batch.block_table is None:
+        return np.zeros(batch.padded_reqs, dtype=np.bool_)
+
+    def kernel(query_len: int) -> Kernel:
+        causal = layer.causal and batch.causal is True
+        longest = next_power_of_2(batch.max_seq_len)
+        return choose(Op.MLA_DECODE, Needs(causal, batch.page_size, query_len, longest))
+
+    threshold = decode_threshold(kernel)
+    kind = batch.kinds(threshold, uniform=kernel(threshold).caps.uniform)
+    decodes: npt.NDArray[np.bool_] = kind == DECODE
+    return decodes
+
+
+def decode_threshold(kernel: Callable[[int], Kernel]) -> int:
+    """New tokens up to which a request decodes, from the kernel that is chosen for each number of them.
+
+    One that is asked last, when no other can, does not make a decode of a request that would be a prefill.
+    """
+    single = kernel(1)
+    for queries in (MAX_DECODE_QUERIES, MAX_DECODE_QUERIES // 2, MAX_DECODE_QUERIES // 4):
+        found = kernel(queries)
+        if found is single or found.caps.provider != REFERENCE:
+            return queries
+    return 1
+
+
+def _runs(batch: Batch, is_decode: npt.NDArray[np.bool_]) -> list[slice]:
+    """Consecutive requests of one kind; rows without new tokens belong to the run around them, those at its end not."""
+    live = np.flatnonzero(batch.query_lens)
+    if not live.size:
+        return []
+    edge = np.flatnonzero(np.diff(is_decode[live]))
+    first, last = live[np.r_[0, edge + 1]], live[np.r_[edge, live.size - 1]]
+    return [slice(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
+
+
+def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, workspace: int, lse: bool) -> Prefill:
+    if not batch.self_attention:
+        raise UnsupportedError(
+            f"rows {requests.start} to {requests.stop - 1} have more new tokens than MLA's decode kernel takes, over "
+            "keys that do not end with them (a shard, or part of a step)"
+        )
+    queries = batch.query_lens[requests]
+    contexts = np.where(queries > 0, batch.context_lens[requests], 0)
+    chunks: list[ContextChunk] = []
+    if contexts.any():
+        if batch.block_table is None:
+            raise ValueError("block_table is None; MLA reads the context of a request from its pages")
+        batch.needs_exact("MLA's prefill on a context")
+        chunks = chunk_context(contexts, workspace, batch.page_size)
+    spans = [slice(int(chunk.requests[0]), int(chunk.requests[-1]) + 1) for chunk in chunks]
+    pieces = [_spread(chunk, span) for chunk, span in zip(chunks, spans, strict=True)]
+    new_lens, *piece_lens = upload([queries, *pieces], batch.device)
+    causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
+    new = _contiguous(
+        batch, layer, choose, requests, queries, new_lens, causal if layer.causal else False, lse or bool(chunks)
+    )
+    context = []
+    for chunk, span, host, lens in zip(chunks, spans, pieces, piece_lens, strict=True):
+        rows = slice(requests.start + span.start, requests.start + span.stop)
+        attend = _contiguous(batch, layer, choose, rows, host, lens, False, True)
+        gather = replace(
+            attend,
+            kernel=choose(Op.CACHE_GATHER, Needs(page_size=batch.page_size)),
+            tokens=slice(attend.tokens.start, attend.tokens.start),
+            block_table=_table(batch, rows, int(chunk.starts[0]), int(host.max())),
+            page_size=batch.page_size,
+            prepared=None,
+        )
+        context.append(Context(_prepared(gather, layer), _prepared(attend, layer)))
+    return Prefill(_prepared(new, layer), tuple(context))
+
+
+def _spread(chunk: ContextChunk, span: slice) -> Int32:
+    """The lengths of a chunk's pieces, 0 for the requests between that have none."""
+    lens = np.zeros(span.stop - span.start, dtype=np.int32)
+    lens[chunk.requests - span.start] = chunk.lens
+    return lens
+
+
+def _contiguous(
+    batch: Batch,
+    layer: Layer,
+    choose: Choose,
+    requests: slice,
+    lens: Int32,
+    seq_lens: torch.Tensor,
+    causal: bool | torch.Tensor,
+    lse: bool,
+) -> Segment:
+    """Requests over contiguous keys of these lengths."""
+    host_cu, query_lens = batch.host_cu_seqlens_q, batch.query_lens[requests]
+    tokens = slice(int(host_cu[requests.start]), int(host_cu[requests.stop]))
+    max_query_len, max_seq_len = int(query_lens.max()), int(lens.max())
+    needs = Needs(
+        causal=causal is True,
+        query_len=next_power_of_2(max_query_len),
+        seq_len=next_power_of_2(max_seq_len),
+        lse=lse,
+    )
+    return Segment(
+        kernel=choose(Op.PREFILL, needs),
+        requests=requests,
+        tokens=tokens,
+        cu_seqlens_q=batch.cu_seqlens_q[requests.start : requests.stop + 1] - tokens.start,
+        seq_lens=seq_lens,
+        block_table=None,
+        page_size=batch.page_size,
+        causal=causal,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        host_query_lens=query_lens,
+        host_seq_lens=lens,
+    )
+
+
+def _prepared(segment: Segment, layer: Layer) -> Segment:
+    prepare = segment.kernel.prepare
+    return segment if prepare is None else replace(segment, prepared=prepare(segment, layer))
+
+
+def _table(batch: Batch, rows: slice, start: int, longest: int) -> torch.Tensor:
+    """The pages of a chunk: those of its rows, but for the first one's, which begin at token `start`."""
+    assert batch.block_table is not None
+    width = cdiv(longest, batch.page_size)
+    table = batch.block_table[rows]
+    if not start:
+        return table[:, :width]
+    first = table[:1, start // batch.page_size :][:, :width]
+    first = torch.nn.functional.pad(first, (0, width - first.shape[1]))
+    return torch.cat([first, table[1:, :width]])
+
+
+def workspace_tokens(layer: Layer, page_size: int, workspace: int | None = None) -> int:
+    """Context tokens that are up-projected at once, in whole pages.
+
+    Args:
+        workspace: what the caller wants; None for as many as `WORKSPACE_MIB` hold, up to `WORKSPACE_TOKENS`, and a
+            page at least. (128 heads of DeepSeek's widths in bfloat16 take 81 KiB a token: 12,912 of 16 a page.)
+
+    Raises:
+        ValueError: it holds no page.
+
+    >>> workspace_tokens(Layer.mla(num_heads=128), page_size=16), workspace_tokens(Layer.mla(num_heads=16), 16, 1000)
+    (12912, 992)
+    """
+    if workspace is None:
+        fits = WORKSPACE_MIB * 2**20 // workspace_bytes(layer, 1)
+        workspace = max(page_size, min(WORKSPACE_TOKENS, fits))
+    if not isinstance(workspace, int) or workspace < page_size:
+        raise ValueError(f"workspace is {workspace} tokens, less than a page of {page_size}; give it at least one page")
+    return round_down(workspace, page_size)
+
+
+def workspace_bytes(layer: Layer, tokens: int) -> int:
+    """Bytes of so many context tokens: the gathered latents, and the K and V of every head.
+
+    A kernel that takes V only as wide as K holds it once more.
+
+    >>> workspace_bytes(Layer.mla(num_heads=128), 12912) >> 20
+    1022
+    """
+    heads = layer.num_heads * (layer.qk_head_dim + layer.v_head_dim)
+    return tokens * (layer.latent_dim + heads) * layer.dtype.itemsize

@@ -1,0 +1,216 @@
+"""`MlaAttention`: multi-head latent attention, planned once a step, then written and run with tensors only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable import ops
+from portable.attention import NO_TENSORS, Kernels, load_kernels
+from portable.batch import Batch
+from portable.kernel import KV, AttnOut, Needs, Op
+from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.mla import MAX_DECODE_QUERIES, MlaPlan, workspace_bytes, workspace_tokens
+from portable.mla_slot import MlaSlot
+from portable.mla_weights import MlaWeights
+from portable.parts import Parts
+from portable.platform.detect import detect
+from portable.ragged import next_power_of_2
+from portable.select import Choice, parse_requested, requested_from_env
+
+if TYPE_CHECKING:
+    from portable.explain import Explanation
+
+Pages = KV | tuple[torch.Tensor, None] | torch.Tensor
+
+
+class MlaAttention:
+    """All the MLA layers of a model that share one `Layer`.
+
+    The cache holds latents: [pages, page_size, rank + rope], as `allocate_cache` makes it. Decodes attend to the
+    latents themselves; prefills to keys and values made of them, a workspace of context at a time, so that no context
+    takes more memory than `workspace_bytes` tells.
+
+    Args:
+        layer: what the layers have in common, by `Layer.mla`.
+        page_size: tokens per page of their caches.
+        device: a torch device or its name, or None for the best of this machine (`PORTABLE_DEVICE`).
+        max_reqs, max_tokens, max_seq_len: the largest step that will be planned.
+        num_pages: pages of a cache, where it is known: a kernel that cannot address them all is not chosen.
+        workspace: context tokens that are made keys and values at once, at least a page; None for a GiB of them.
+        backend: a provider or kernel name to use, or "op=name,..."; None for `PORTABLE_BACKEND` or the best.
+
+    Raises:
+        ValueError: a size below 1, or a workspace that holds no page.
+        UnsupportedError: a `batch_invariant` layer, or one that no kernel serves on this device; the message lists
+            every reason.
+
+    >>> layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    ...                   dtype=torch.float32)
+    >>> attn = MlaAttention(layer, page_size=4, device="cpu")
+    >>> weights = MlaWeights.from_kv_b_proj(torch.randn(2 * (8 + 6), 16), layer)
+    >>> plan = attn.plan(Batch.from_lens([5], [5], block_table=[[3, 6]], page_size=4))
+    >>> pages, kv_c, k_pe = torch.zeros(8, 4, 20), torch.randn(5, 16), torch.randn(5, 4)
+    >>> attn.write(kv_c, k_pe, pages, plan)
+    >>> attn.run(torch.randn(5, 2, 8), torch.randn(5, 2, 4), kv_c, k_pe, pages, plan, weights).out.shape
+    torch.Size([5, 2, 6])
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        *,
+        page_size: int,
+        device: torch.device | str | None = None,
+        max_reqs: int = 256,
+        max_tokens: int = 8192,
+        max_seq_len: int = 131072,
+        num_pages: int | None = None,
+        workspace: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if layer.family != "mla":
+            raise ValueError(f"layer.family is {layer.family!r}; MlaAttention serves 'mla' layers")
+        if layer.batch_invariant:
+            raise UnsupportedError(
+                "batch_invariant is set; how MLA's products with its up-projection are summed depends on the batch"
+            )
+        limits = {"page_size": page_size, "max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
+        for name, value in limits.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        self.layer = layer
+        self.page_size = page_size
+        self.max_reqs, self.max_tokens, self.max_seq_len = max_reqs, max_tokens, max_seq_len
+        self.workspace = workspace_tokens(layer, page_size, workspace)
+        self.target = detect(device)
+        self.device = torch.device(self.target.device)
+        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
+        self._kernels = Kernels(self.target, layer, requested, num_pages)
+        self._slots: dict[int, MlaSlot] = {}
+        longest, chunk = next_power_of_2(max_seq_len), next_power_of_2(self.workspace)
+        usual = {
+            "decode": (Op.MLA_DECODE, Needs(True, page_size, 1, longest)),
+            "verify": (Op.MLA_DECODE, Needs(True, page_size, MAX_DECODE_QUERIES, longest)),
+            "prefill": (Op.PREFILL, Needs(True, None, longest, longest)),
+            "context": (Op.PREFILL, Needs(False, None, next_power_of_2(max_tokens), chunk, lse=True)),
+            "merge": (Op.MERGE, Needs()),
+            "cache_write": (Op.CACHE_WRITE, Needs(page_size=page_size)),
+            "cache_gather": (Op.CACHE_GATHER, Needs(page_size=page_size)),
+        }
+        self.choices: Mapping[str, Choice] = {phase: self._kernels.choice(*asked) for phase, asked in usual.items()}
+
+    def explain(self) -> Explanation:
+        """Every choice with its reasons; print it."""
+        from portable.explain import explain
+
+        return explain(
+            self.target,
+            self.layer,
+            page_size=self.page_size,
+            requested=self._kernels.requested,
+            installed=self._kernels.installed,
+            kernels=load_kernels(),
+            verdict=self._kernels.verdicts,
+        )
+
+    def workspace_bytes(self) -> int:
+        """The most that the contexts of a step take at once, on the device, however long they are.
+
+        Beside it is an output [T, H, Dv] of a chunk's tokens: 1,053 MiB in all were measured where this is 1,019, for
+        512 tokens on a context of 16k and on one of 128k alike (128 heads, bfloat16).
+        """
+        return workspace_bytes(self.layer, self.workspace)
+
+    def plan(self, step: Batch | Parts, *, slot: int = 0) -> MlaPlan:
+        """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
+
+        Raises:
+            ValueError: the step is larger than this object was made for, on another device, or of another page size.
+            UnsupportedError: a step in parts (a tree, a shared prefix), or a shard with more new tokens per request
+                than a decode has.
+        """
+        if isinstance(step, Parts):
+            raise UnsupportedError("step is in Parts (a tree, a shared prefix); MlaAttention plans a Batch")
+        self._check(step)
+        if slot not in self._slots:
+            self._slots[slot] = MlaSlot(self.layer, self._kernels, self.workspace)
+        return self._slots[slot].renew(step)
+
+    def write(
+        self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: Pages, plan: MlaPlan, tensors: LayerTensors = NO_TENSORS
+    ) -> None:
+        """Scatter the new tokens' latents: kv_c [T, rank] and k_pe [T, rope], one row of both to each slot, in place.
+
+        `tensors.k_scale`, a scalar, divides what an fp8 cache stores, saturating. Slot -1 writes nothing.
+        """
+        self._check_current(plan)
+        ops.cache_write(kv_c, k_pe, pages_of(cache), None, *tensors, plan.handle)
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        cache: Pages | None,
+        plan: MlaPlan,
+        weights: MlaWeights,
+        *,
+        tensors: LayerTensors = NO_TENSORS,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> AttnOut:
+        """One layer of the step that `plan` holds.
+
+        Args:
+            q_nope, q_pe: the new tokens' queries [T, H, nope] and [T, H, rope], packed in batch order. As the two
+                parts of one tensor they are not copied for prefills.
+            kv_c, k_pe: the new tokens' latents [T, rank] and [T, rope], normalised and rotated: as `write` took them.
+            cache: the pages, written already; None for a batch without a cache.
+            weights: the layer's up-projection.
+            tensors: its `k_scale`, of an fp8 cache.
+            out: [T, H, Dv] to write into; any strides.
+            return_lse: also give lse [H, T] float32, natural log.
+        """
+        self._check_current(plan)
+        tokens, heads, _ = q_nope.shape
+        if out is None:
+            out = q_nope.new_empty(tokens, heads, self.layer.v_head_dim)
+        lse = q_nope.new_empty(heads, tokens, dtype=torch.float32) if return_lse else None
+        pages = None if cache is None else pages_of(cache)
+        ops.mla_attend(q_nope, q_pe, kv_c, k_pe, pages, *weights, tensors.k_scale, out, lse, plan.handle)
+        return AttnOut(out, lse)
+
+    def _check(self, batch: Batch) -> None:
+        for name, value, limit in (
+            ("requests", batch.num_reqs, self.max_reqs),
+            ("tokens", batch.num_tokens, self.max_tokens),
+            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
+        ):
+            if value > limit:
+                raise ValueError(f"the batch has {value} {name}, above the {limit} that this MlaAttention was made for")
+        if batch.block_table is not None and batch.page_size != self.page_size:
+            raise ValueError(
+                f"the batch has page_size {batch.page_size}; this MlaAttention was made for {self.page_size}"
+            )
+        if batch.device != self.device:
+            raise ValueError(f"the batch is on {batch.device}; this MlaAttention runs on {self.device}")
+
+    def _check_current(self, plan: MlaPlan) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not any(slot.plan is plan for slot in self._slots.values()):
+            raise ValueError("plan is stale or another object's: a plan lives until the next plan() on its slot")
+
+
+def pages_of(cache: Pages) -> torch.Tensor:
+    """The one tensor of an MLA cache, given as itself or as `allocate_cache` gives it."""
+    if isinstance(cache, torch.Tensor):
+        return cache
+    if not isinstance(cache, tuple) or cache[1] is not None:
+        raise ValueError(f"cache is {type(cache).__name__}; of MLA it is one tensor [pages, page_size, rank + rope]")
+    return cache[0]

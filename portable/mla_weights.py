@@ -1,0 +1,107 @@
+"""MLA's up-projection, split once: what turns latents into heads, and queries into latents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from portable.layer import Layer
+from portable.sets import short
+
+
+class MlaWeights(NamedTuple):
+    """The two halves of `kv_b_proj` by head. Both algorithms read the same memory: one of them transposed."""
+
+    w_uk: torch.Tensor  # [H, qk_nope_head_dim, rank]
+    w_uv: torch.Tensor  # [H, v_head_dim, rank]
+
+    @classmethod
+    def from_kv_b_proj(cls, source: torch.nn.Module | torch.Tensor, layer: Layer) -> MlaWeights:
+        """The halves of a weight [H * (qk_nope_head_dim + v_head_dim), rank], in the layer's dtype.
+
+        Args:
+            source: the weight, or the linear module that has it. A module whose weight is not one of plain numbers
+                (packed, or of 8 bits with scales elsewhere) is applied to the identity, so its own code dequantises.
+
+        Raises:
+            ValueError: a bias, or a shape that does not fit the layer.
+
+        >>> layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+        >>> [tuple(half.shape) for half in MlaWeights.from_kv_b_proj(torch.nn.Linear(16, 28, bias=False), layer)]
+        [(2, 8, 16), (2, 6, 16)]
+        """
+        heads, rank, nope = layer.num_heads, layer.kv_lora_rank, layer.qk_nope_head_dim
+        rows = heads * (nope + layer.v_head_dim)
+        with torch.no_grad():
+            weight = source if isinstance(source, torch.Tensor) else weight_of(source, rank, layer.dtype)
+            if weight.shape != (rows, rank):
+                raise ValueError(
+                    f"kv_b_proj has a weight of shape {list(weight.shape)}; {heads} heads of {nope} + "
+                    f"{layer.v_head_dim} on a latent of {rank} need {[rows, rank]}"
+                )
+            weight = weight.detach().to(layer.dtype).view(heads, nope + layer.v_head_dim, rank)
+            return cls(weight[:, :nope].contiguous(), weight[:, nope:].contiguous())
+
+    def up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [T, rank] and [T, rope] to K [T, H, nope + rope] and V [T, H, Dv], each written once."""
+        heads, nope, _ = self.w_uk.shape
+        k = kv_c.new_empty(len(kv_c), heads, nope + k_pe.shape[-1])
+        v = kv_c.new_empty(len(kv_c), heads, self.w_uv.shape[1])
+        if len(kv_c):
+            shared = kv_c.expand(heads, -1, -1)
+            torch.bmm(shared, self.w_uk.mT, out=k[..., :nope].transpose(0, 1))
+            torch.bmm(shared, self.w_uv.mT, out=v.transpose(0, 1))
+            k[..., nope:] = k_pe[:, None]
+        return k, v
+
+    def absorb(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, nope] and [T, H, rope] as queries of latents, [T, H, rank + rope]."""
+        rank = self.w_uk.shape[-1]
+        q = q_nope.new_empty(*q_nope.shape[:2], rank + q_pe.shape[-1])
+        torch.bmm(q_nope.transpose(0, 1), self.w_uk, out=q[..., :rank].transpose(0, 1))
+        q[..., rank:] = q_pe
+        return q
+
+    def expand(self, latent: torch.Tensor, out: torch.Tensor) -> None:
+        """Outputs [T, H, rank] over latents as outputs [T, H, Dv], into `out`."""
+        torch.bmm(latent.transpose(0, 1), self.w_uv.mT, out=out.transpose(0, 1))
+
+
+def weight_of(module: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [out, in] of a linear module as numbers, whatever it stores.
+
+    Raises:
+        ValueError: it has a bias, which a product of matrices cannot hold, or does not take a latent.
+    """
+    if getattr(module, "bias", None) is not None:
+        raise ValueError(f"kv_b_proj is a {type(module).__name__} with a bias; MLA's up-projection has none")
+    weight = getattr(module, "weight", None)
+    if isinstance(module, torch.nn.Linear) and isinstance(weight, torch.Tensor):
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_quantized:
+            return weight.dequantize()
+        if weight.is_floating_point() and weight.dtype.itemsize > 1:
+            return weight
+    device = next((each.device for each in (*module.parameters(), *module.buffers())), None)
+    try:
+        applied = module(torch.eye(rank, dtype=dtype, device=device))
+    except Exception as error:
+        raise ValueError(
+            f"kv_b_proj is a {type(module).__name__} that does not take [{rank}, {rank}] of {short(dtype)}: {error}"
+        ) from error
+    product: torch.Tensor = applied[0] if isinstance(applied, tuple) else applied  # some engines return the bias too
+    return product.mT
+
+
+def joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[..., A] and [..., B] as [..., A + B]: a view where the two are neighbours in memory, as the parts of a split."""
+    width = left.shape[-1] + right.shape[-1]
+    neighbours = (
+        left.stride() == right.stride()
+        and left.stride(-1) == 1
+        and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        and right.storage_offset() == left.storage_offset() + left.shape[-1]
+    )
+    if not neighbours:
+        return torch.cat([left, right], -1)
+    return left.as_strided((*left.shape[:-1], width), left.stride(), left.storage_offset())

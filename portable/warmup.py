@@ -1,0 +1,187 @@
+"""What a layer's kernels compile before the first step: the launches of representative steps, without their data.
+
+Our kernels are compiled for constants, for the arguments that there are, and for strides of the caller's tensors (1, a
+multiple of 16, or neither); numbers and addresses that vary from step to step do not count. Constants follow from the
+query length, the number of requests, and the width of the block table: from whether work is split, above all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from portable.batch import Batch
+from portable.cache import cache_shapes
+from portable.kernel import KV, Needs, Op, Segment
+from portable.layer import Layer, LayerTensors
+from portable.mha import Choose, plan_segments
+from portable.ragged import cdiv, next_power_of_2
+
+OURS = "triton"  # the provider whose launches can be recorded
+Record = Callable[[], AbstractContextManager[list[Any]]]
+SHORT = 16  # tokens: shorter queries are compiled for one by one, longer ones by power of two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The largest step that will be planned."""
+
+    page_size: int
+    max_reqs: int
+    max_tokens: int
+    max_seq_len: int
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Lengths that stand for all up to the longest.
+
+        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=64).query_lens[14:]
+        (15, 16, 32, 64)
+        """
+        most = min(self.max_tokens, self.max_seq_len)
+        longer = [SHORT << i for i in range(1, 40) if SHORT << (i - 1) < most]
+        return tuple(dict.fromkeys(min(n, most) for n in (*range(1, SHORT + 1), *longer)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of block tables, from one to the most.
+
+        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=4096).widths
+        (1, 4, 16, 64, 256)
+        """
+        most = cdiv(self.max_seq_len, self.page_size)
+        return (*(4**i for i in range(20) if 4**i < most), most)
+
+
+def steps(limits: Limits, query_lens: Iterable[int]) -> Iterator[Batch]:
+    """Steps of every query length, with lengths that the host knows and that it does not."""
+    for batch in _steps(limits, query_lens):
+        yield batch
+        yield replace(batch, exact=False)
+
+
+def _steps(limits: Limits, query_lens: Iterable[int]) -> Iterator[Batch]:
+    for query_len in query_lens:
+        most = max(1, min(limits.max_reqs, limits.max_tokens // query_len))
+        for reqs in sorted({n for n in (1, 4, 16, 64, most) if n <= most}):
+            for width in limits.widths:
+                seq_len = min(limits.max_seq_len, width * limits.page_size)
+                if query_len <= seq_len:
+                    yield step([query_len] * reqs, [seq_len] * reqs, width, limits.page_size)
+            yield step([query_len] * reqs, [query_len] * reqs, limits.widths[-1], limits.page_size)  # first chunks
+
+
+def step(query_lens: list[int], seq_lens: list[int], width: int, page_size: int) -> Batch:
+    """A step that is planned and not run: its tensors are on the CPU, whatever the device, and nobody reads them."""
+    cu, rows = np.array([0, *np.cumsum(query_lens)], np.int32), len(seq_lens)
+    return Batch.from_tensors(
+        torch.from_numpy(cu),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.empty((rows, width), dtype=torch.int32, device="cpu"),
+        torch.empty(int(cu[-1]), dtype=torch.int64, device="cpu"),
+        page_size=page_size,
+        host_cu_seqlens_q=cu,
+        host_seq_lens=np.array(seq_lens, np.int32),
+    )
+
+
+def caches(layer: Layer, page_size: int) -> Iterator[KV]:
+    """Pages without memory, within 2 GiB and beyond: where there are buffer loads, 32-bit offsets read the former."""
+    page = page_size * layer.num_kv_heads * min(layer.qk_head_dim, layer.v_head_dim) * layer.kv_dtype.itemsize
+    for num_pages in (16, (1 << 31) // page + 16):
+        k, v = cache_shapes(layer, num_pages, page_size)
+        yield KV(_empty(k, layer.kv_dtype), None if v is None else _empty(v, layer.kv_dtype))
+
+
+def warm(
+    layer: Layer,
+    choose: Choose,
+    record: Record,
+    build: Callable[[list[Any]], int],
+    batches: Iterable[Batch],
+    pages: tuple[KV, ...],
+    tensors: LayerTensors,
+    lses: tuple[bool, ...],
+) -> int:
+    """Compile what the steps launch; how many kernels that are.
+
+    Args:
+        record: within `record()` launches are listed, and nothing runs.
+        build: compiles what listed launches need; how many kernels were not there.
+    """
+    compiled = 0
+    for batch in batches:
+        with record() as calls:
+            for lse in lses:
+                for kv in pages:
+                    _launch(layer, choose, batch, kv, tensors, lse)
+        compiled += build(calls)
+    return compiled
+
+
+def _launch(layer: Layer, choose: Choose, batch: Batch, kv: KV, tensors: LayerTensors, lse: bool) -> None:
+    """Everything that one layer of a step may launch."""
+    q = _empty((batch.num_tokens, layer.num_heads, layer.qk_head_dim), layer.dtype)
+    new = KV(*(_empty((batch.num_tokens, layer.num_kv_heads, n), layer.dtype) for n in (q.shape[-1], layer.v_head_dim)))
+    out = _empty((batch.num_tokens, layer.num_heads, layer.v_head_dim), layer.dtype)
+    log = _empty((layer.num_heads, batch.num_tokens), torch.float32) if lse else None
+    for contiguous in (False, True):
+        for segment in _ours(batch, layer, choose, lse, contiguous):
+            at = segment.tokens
+            keys = kv if segment.block_table is not None else KV(*(part[at] for part in new if part is not None))
+            logs = None if log is None else log[:, at]
+            segment.kernel.run(q[at], keys, segment, layer, tensors, out[at], logs)
+    write = choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
+    if write.caps.provider == OURS:
+        write.run(*new, kv, batch.slot_mapping, layer, tensors)
+
+
+def _ours(batch: Batch, layer: Layer, choose: Choose, lse: bool, contiguous: bool = False) -> Iterator[Segment]:
+    """The segments whose kernels are ours; others are chosen, and compile nothing here."""
+
+    def chosen(op: Op, needs: Needs) -> Any:
+        kernel = choose(op, needs)
+        return kernel if kernel.caps.provider == OURS else _Without(kernel.caps)
+
+    for segment in plan_segments(batch, layer, chosen, contiguous=contiguous, lse=lse):
+        if segment.kernel.caps.provider == OURS:
+            yield segment
+
+
+@dataclass(frozen=True, slots=True)
+class _Without:
+    """A kernel that is chosen and not prepared."""
+
+    caps: Any
+    prepare: None = None
+
+
+def example(layer: Layer) -> LayerTensors:
+    """The tensors that a layer cannot do without, and scales per tensor for a cache that takes some."""
+    heads = _empty((layer.num_heads,), torch.float32)
+    scale = _empty((), torch.float32) if layer.kv_dtype.itemsize == 1 else None
+    return LayerTensors(heads if layer.sinks else None, heads if layer.alibi else None, scale, scale)
+
+
+def needs(
+    layer: Layer, limits: Limits, query_lens: Iterable[int], lses: tuple[bool, ...]
+) -> Iterator[tuple[Op, Needs]]:
+    """All that planning may ask of `select`."""
+    longest = next_power_of_2(limits.max_seq_len)
+    yield Op.CACHE_WRITE, Needs(page_size=limits.page_size)
+    for query_len in dict.fromkeys(next_power_of_2(n) for n in query_lens):
+        for lse in lses:
+            seq_len = 1
+            while seq_len <= longest:
+                for op, page_size in ((Op.PAGED, limits.page_size), (Op.PREFILL, None)):
+                    yield op, Needs(layer.causal, page_size, query_len, seq_len, lse)
+                seq_len *= 2
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,325 @@
+"""The plan of recurrent layers: what is read and written where, against a plain loop over requests and tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from portable.batch import Batch
+from portable.buffers import Buffers
+from portable.layer import Layer
+from portable.mamba import plan_mamba
+from portable.mamba_places import Places, located, slots_at
+from portable.padding import pad
+from portable.upload import stage
+
+LAYER = Layer.mamba2(num_heads=2, chunk=4)
+PAD = -1
+
+
+def table_of(rows, columns=30):
+    """Slots that are all different: row 0 has 100, 101, ..., row 1 200, 201, ..."""
+    return np.arange(columns)[None, :] + 100 * np.arange(1, rows + 1)[:, None]
+
+
+def lens(*rows):
+    """A batch of (context, new tokens)."""
+    context, new = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    return Batch.from_lens(new, context + new)
+
+
+@st.composite
+def steps(draw):
+    """Decodes, then prefills on contexts, then first chunks; and how they are planned."""
+    drafts = draw(st.integers(0, 3))
+    context, new = st.integers(1, 40), st.integers(2 + drafts, 30)
+    decodes = draw(st.lists(st.tuples(context, st.integers(1, 1 + drafts)), max_size=4))
+    extends = draw(st.lists(st.tuples(context, new), max_size=4))
+    firsts = draw(st.lists(st.tuples(st.just(0), st.integers(1, 30)), max_size=4))
+    rows = decodes + extends + firsts
+    if not rows:
+        rows = [(0, 5)]
+    return rows, len(decodes), drafts
+
+
+@given(steps(), st.sampled_from(["none", "align", "all"]), st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 9),
+       st.randoms(use_true_random=False))  # fmt: skip
+def test_a_plan_reads_and_stores_what_a_loop_over_tokens_says(step, mode, block, chunk, random):
+    rows, num_decodes, drafts = step
+    kept = np.array([random.randint(1, 1 + drafts) for _ in rows])
+    ran = np.array([random.choice([-1, random.randint(0, 5)]) for _ in rows])
+    table = table_of(len(rows), 90)
+    layer = Layer.mamba2(num_heads=2, chunk=chunk)
+    plan = plan_mamba(lens(*rows), layer, table, mode=mode, block_size=block, num_draft=drafts, num_accepted=kept,
+                      running=ran, conv_block=4)  # fmt: skip
+
+    def column(tokens):
+        return 0 if mode == "none" else max(0, (tokens - 1) // block)
+
+    def initial(row):
+        context, new = rows[row]
+        usual = column(context) if mode == "all" else column(context + new)
+        return table[row, (usual if ran[row] < 0 else ran[row]) + kept[row] - 1]
+
+    if num_decodes:
+        decode = plan.decode
+        assert decode.initial_indices.tolist() == [initial(row) for row in range(num_decodes)]
+        assert decode.state_indices.tolist() == [
+            [table[row, column(context + new) + j] if j < new else PAD for j in range(1 + drafts)]
+            for row, (context, new) in enumerate(rows[:num_decodes])
+        ]
+        assert decode.cu_seqlens_q.diff().tolist() == [new for _, new in rows[:num_decodes]]
+        assert (decode.num_accepted is None) == (not drafts)
+    else:
+        assert plan.decode is None
+    prefill = plan.prefill
+    if num_decodes == len(rows):
+        assert prefill is None
+        return
+    stored, chunks, blocks, at, last = [], [], [], 0, []
+    for row, (context, new) in enumerate(rows[num_decodes:]):
+        end = context + new
+        ends = {end} | {x for x in range(context + 1, end) if x % chunk == 0}
+        kept_at = {end: column(end)}
+        if mode == "all":
+            kept_at |= {x: x // block - 1 for x in range(context + 1, end + 1) if x % block == 0}
+        elif mode == "align" and end // block > context // block:
+            kept_at[end // block * block] = end // block - 1
+        ends |= set(kept_at)
+        chunks += [(row, at + x - context) for x in sorted(ends)]
+        stored += [table[row + num_decodes, kept_at[x]] if x in kept_at else PAD for x in sorted(ends)]
+        blocks += [(row, j) for j in range(-(-new // 4))]
+        at += new
+        last.append(len(chunks) - 1)
+    assert prefill.chunk_requests.tolist() == [row for row, _ in chunks]
+    assert prefill.cu_chunks.tolist() == [0, *(end for _, end in chunks)]
+    assert prefill.chunk_state_indices.tolist() == stored
+    assert prefill.last_chunks.tolist() == last
+    assert list(zip(prefill.conv_requests.tolist(), prefill.conv_offsets.tolist(), strict=True)) == blocks
+    assert prefill.has_initial.tolist() == [context > 0 for context, _ in rows[num_decodes:]]
+    assert prefill.initial_indices.tolist() == [
+        initial(row) if rows[row][0] else PAD for row in range(num_decodes, len(rows))
+    ]
+    assert prefill.state_indices.tolist() == [stored[i] for i in last]
+
+
+def test_a_first_chunk_of_one_token_is_a_prefill_and_starts_from_zero():
+    plan = plan_mamba(lens((5, 1), (0, 1)), LAYER, table_of(2))
+    assert plan.decode.requests == slice(0, 1)
+    assert plan.prefill.requests == slice(1, 2)
+    assert plan.prefill.has_initial.tolist() == [False]
+    assert plan.prefill.initial_indices.tolist() == [PAD]
+
+
+def test_a_short_chunk_of_a_prompt_is_a_prefill_beside_drafts_only_where_the_batch_says_so():
+    lengths = [3, 3], [9, 9]
+    told = Batch.from_lens(*lengths, is_prefilling=[False, True])
+    assert plan_mamba(told, LAYER, table_of(2), num_draft=2).prefill.requests == slice(1, 2)
+    assert plan_mamba(Batch.from_lens(*lengths), LAYER, table_of(2), num_draft=2).prefill is None
+
+
+def test_the_tokens_of_prefills_count_from_their_own_start_in_a_padded_batch():
+    batch = pad(lens((3, 1), (2, 1), (4, 5), (0, 5)), 7, 12)
+    plan = plan_mamba(batch, LAYER, table_of(4))
+    assert plan.prefill.cu_seqlens_q.tolist() == [0, 5, 10]  # not the end of the padding: [12, 12, 12] - 2
+    assert plan.prefill.tokens == slice(2, 12)
+    assert plan.decode.requests == slice(0, 2)
+
+
+def test_rows_without_tokens_have_no_chunk():
+    """The row between has a context in the middle of a chunk, and nothing new."""
+    plan = plan_mamba(lens((3, 6), (5, 0), (0, 2)), LAYER, table_of(3), conv_block=4)
+    assert plan.prefill.last_chunks.tolist() == [2, -1, 3]
+    assert plan.prefill.cu_chunks.tolist() == [0, 1, 5, 6, 8]
+    assert plan.prefill.state_indices.tolist() == [100, PAD, 300]
+    assert plan.prefill.conv_requests.tolist() == [0, 0, 2]
+
+
+def test_the_blocks_of_the_convolution():
+    plan = plan_mamba(lens((0, 3), (0, 17)), LAYER, table_of(2), conv_block=8)
+    assert plan.prefill.conv_requests.tolist() == [0, 1, 1, 1]
+    assert plan.prefill.conv_offsets.tolist() == [0, 0, 1, 2]
+
+
+def test_a_state_is_stored_when_its_block_is_complete_and_not_before():
+    """Blocks of 8, chunks of a prompt of 7 and 4 tokens: the second one is cut behind its first token."""
+    first = plan_mamba(lens((0, 7)), LAYER, table_of(1), mode="align", block_size=8).prefill
+    second = plan_mamba(lens((7, 4)), LAYER, table_of(1), mode="align", block_size=8, running=[0]).prefill
+    assert first.chunk_state_indices.tolist() == [PAD, 100]
+    assert second.cu_chunks.tolist() == [0, 1, 4]
+    assert second.initial_indices.tolist() == [100]  # the running state, not yet the block's
+    assert second.chunk_state_indices.tolist() == [100, 101]
+
+
+def test_blocks_of_the_first_last_and_computed_tokens():
+    plan = plan_mamba(pad(lens((8, 1), (9, 1), (7, 2), (0, 9)), 5, 14), LAYER, table_of(5), mode="all", block_size=8)
+    assert [column.tolist() for column in plan.blocks] == [[0, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    assert plan_mamba(lens((8, 1)), LAYER, table_of(1)).blocks is None
+
+
+def test_a_checkpoint_forces_a_cut():
+    batch = lens((2, 1), (3, 9), (0, 6))
+    plan = plan_mamba(batch, LAYER, table_of(3), checkpoints=[-1, 6, -1]).prefill
+    assert plan.cu_chunks.tolist() == [0, 1, 3, 5, 9, 13, 15]
+    assert plan.checkpoint_chunks.tolist() == [1, -1]
+    assert plan.chunk_state_indices.tolist() == [PAD, PAD, PAD, 200, PAD, 300]  # without blocks there is no slot for it
+    plan = plan_mamba(batch, LAYER, table_of(3), mode="align", block_size=3, checkpoints=[-1, 6, -1]).prefill
+    assert plan.chunk_state_indices[plan.checkpoint_chunks[0]] == 201
+
+
+@pytest.mark.parametrize("pad_slot", [-1, 0])
+def test_padded_rows_reach_no_live_slot(pad_slot):
+    """Three decodes of four rows, and a stale slot of a live request in the table's last row."""
+    batch = pad(lens((9, 1), (3, 1), (5, 1)), 4, 4)
+    table = np.array([[5], [2], [7], [2]], np.int32)
+    decode = plan_mamba(batch, LAYER, table, pad_slot=pad_slot).decode
+    assert decode.initial_indices.tolist() == [5, 2, 7, pad_slot]
+    assert decode.state_indices.tolist() == [[5], [2], [7], [pad_slot]]
+    assert decode.cu_seqlens_q.tolist() == [0, 1, 2, 3, 3]
+
+
+def test_captured_buffers_stay_where_they_are_and_are_refilled_behind_the_live_rows():
+    buffers = Buffers("cpu")
+    given = {"buffers": buffers, "max_reqs": 8, "num_draft": 2, "mode": "all", "block_size": 4}
+
+    def plan(rows, count):
+        size = len(rows)
+        return plan_mamba(pad(lens(*rows), 8, 24), LAYER, table_of(size), num_accepted=[count] * size, **given)
+
+    def tensors(plan):
+        decode = plan.decode
+        return [decode.cu_seqlens_q, decode.initial_indices, decode.state_indices, decode.num_accepted, *plan.blocks]
+
+    many = tensors(plan([(9, 3)] * 7, 3))
+    fresh = plan_mamba(pad(lens((5, 2)), 8, 24), LAYER, table_of(1), num_draft=2, mode="all", block_size=4,
+                       num_accepted=[2])  # fmt: skip
+    few = tensors(plan([(5, 2)], 2))
+    assert [tensor.data_ptr() for tensor in many] == [tensor.data_ptr() for tensor in few]
+    for tensor, expected in zip(few, tensors(fresh), strict=True):
+        assert tensor.tolist() == expected.tolist()
+    assert few[1].tolist()[1:] == [PAD] * 7
+    assert few[3].tolist() == [2] + [1] * 7
+    with pytest.raises(ValueError, match="row 1 reads its prompt"):
+        plan_mamba(lens((5, 1), (0, 4)), LAYER, table_of(2), buffers=buffers, max_reqs=8)
+
+
+def test_a_second_group_has_buffers_of_its_own():
+    batch = pad(lens((5, 1), (6, 1)), 4, 4)
+    first = plan_mamba(batch, LAYER, table_of(2), buffers=Buffers("cpu"), max_reqs=4)
+    kept = first.decode.state_indices.clone()
+    second = first.with_group(table_of(2) + 1000, group=1)
+    assert torch.equal(first.decode.state_indices, kept)
+    assert second.decode.state_indices.tolist() == [[1100], [1200], [PAD], [PAD]]
+    mixed = plan_mamba(lens((5, 1), (0, 9)), LAYER, table_of(2))
+    other = mixed.with_group(table_of(2) + 1000, group=1)
+    assert other.prefill.cu_chunks is mixed.prefill.cu_chunks
+    for one, two in zip(slots(mixed), slots(other), strict=True):
+        assert torch.equal(torch.where(one == PAD, PAD, one + 1000), two)
+
+
+def test_counts_on_a_device_move_the_initial_states_there():
+    """The same places as counts on the host give: tables and counts of the device, looked up by the device."""
+    batch = lens((5, 1), (6, 3), (9, 2), (4, 9))
+    for mode in ("none", "align", "all"):
+        given = {"mode": mode, "block_size": 4, "num_draft": 2, "running": [1, 2, -1, 0]}
+        counts = [1, 3, 2, 2]
+        on_host = plan_mamba(batch, LAYER, table_of(4), num_accepted=counts, **given)
+        places = on_host.places
+        moved = torch.tensor(counts) - 1
+        columns = places.columns.copy()
+        columns[:4] -= np.array(counts) - 1
+        there = Places(places.rows, columns, moved.int(), 2)
+        found = torch.from_numpy(located(table_of(4), there, 4))
+        assert found.dtype == torch.int64
+        assert slots_at(found, torch.from_numpy(table_of(4)), there, PAD).tolist() == torch.cat(
+            [on_host.decode.initial_indices, on_host.prefill.initial_indices, on_host.decode.state_indices.flatten(),
+             on_host.prefill.state_indices, on_host.prefill.chunk_state_indices]).tolist()  # fmt: skip
+
+
+def slots(plan):
+    decode, prefill = plan.decode, plan.prefill
+    yield from (decode.initial_indices, decode.state_indices)
+    yield from (prefill.initial_indices, prefill.state_indices, prefill.chunk_state_indices)
+
+
+def test_counts_have_a_range_and_a_default():
+    batch = lens((5, 1), (6, 3))
+    usual = plan_mamba(batch, LAYER, table_of(2), num_draft=2).decode
+    assert usual.num_accepted.tolist() == [1, 1]
+    assert usual.initial_indices.tolist() == [100, 200]
+    for wrong in (0, 4, -1):
+        with pytest.raises(ValueError, match=f"row 1: num_accepted is {wrong}; it must be between 1 and 3"):
+            plan_mamba(batch, LAYER, table_of(2), num_draft=2, num_accepted=[1, wrong])
+    with pytest.raises(ValueError, match="num_accepted has shape"):
+        plan_mamba(batch, LAYER, table_of(2), num_draft=2, num_accepted=[1])
+
+
+def test_nothing_of_a_device_is_read(monkeypatch):
+    """Tables and counts on the meta device have no values: a plan that looked at one would fail."""
+    monkeypatch.setattr("portable.upload.stage", lambda arrays, pin_memory: stage(arrays, pin_memory=False))
+    batch = lens((5, 1), (6, 3), (4, 9))
+    counts = torch.empty(3, dtype=torch.int64, device="meta")
+    table = torch.empty(3, 30, dtype=torch.int32, device="meta")
+    on_meta = Batch.from_tensors(
+        batch.cu_seqlens_q.to("meta"), batch.seq_lens.to("meta"), None, None, page_size=4,
+        host_cu_seqlens_q=batch.host_cu_seqlens_q, host_seq_lens=batch.host_seq_lens,
+    )  # fmt: skip
+    plan = plan_mamba(on_meta, LAYER, table, mode="all", num_draft=2, num_accepted=counts)
+    assert plan.decode.state_indices.shape == (2, 3)
+    assert plan.decode.state_indices.device.type == "meta"
+    assert plan.max_slot == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": np.zeros((1, 4), np.int32)}, r"table has shape \[1, 4\]; it must be \[2, W\]"),
+        ({"table": np.array([[3], [-2]])}, r"row 1: table\[1, 0\] is -2; a state slot is between 0"),
+        ({"table": np.zeros((2, 1)), "mode": "none"}, "table has dtype float64"),
+        ({"mode": "align", "table": np.zeros((2, 1), np.int32)}, "row 1: the step needs column 2, but table is 1 wide"),
+        ({"mode": "every"}, "mode is 'every'"),
+        ({"block_size": 0}, "block_size is 0; it must be an int of at least 1"),
+        ({"num_draft": -1}, "num_draft is -1"),
+        ({"table": None}, "table is None"),
+        ({"checkpoints": [-1, 3]}, "row 1: checkpoint 3 is not above the context of 3 and up to the length of 9"),
+        ({"checkpoints": [5, -1]}, "row 0: checkpoint 5"),
+        ({"checkpoints": [-1, 6], "mode": "align"}, "row 1: checkpoint 6 is not a multiple of block_size 4"),
+        ({"running": [1]}, r"running has shape \[1\]; it must be \[2\]"),
+    ],
+)
+def test_what_cannot_be_right_is_named(change, message):
+    batch = lens((4, 1), (3, 6))
+    given = {"table": table_of(2), "block_size": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        plan_mamba(batch, LAYER, given.pop("table"), **given)
+
+
+def test_other_layers_derived_batches_and_bounds_are_refused():
+    batch = lens((4, 1), (3, 6))
+    with pytest.raises(ValueError, match=r"layer\.family is 'gqa'"):
+        plan_mamba(batch, Layer.gqa(num_heads=2, head_dim=8), table_of(2))
+    with pytest.raises(ValueError, match=r"request 1 \(decode\) stands behind a prefill"):
+        plan_mamba(lens((0, 4), (3, 1)), LAYER, table_of(2))
+    bounds = Batch.from_tensors(batch.cu_seqlens_q, batch.seq_lens, None, None, page_size=4, exact=False)
+    with pytest.raises(ValueError, match="a prefill of states needs exact lengths"):
+        plan_mamba(bounds, LAYER, table_of(2))
+    decodes = Batch.from_tensors(*(x.int() for x in (torch.tensor([0, 1]), torch.tensor([9]))), None, None, page_size=4,
+                                 exact=False)  # fmt: skip
+    assert plan_mamba(decodes, LAYER, table_of(1)).decode.initial_indices.tolist() == [100]
+    with pytest.raises(ValueError, match="mode 'all' needs exact lengths"):
+        plan_mamba(decodes, LAYER, table_of(1), mode="all")
+
+
+def test_chunks_tile_the_tokens_of_a_large_step():
+    rng = np.random.default_rng(0)
+    rows = [(int(rng.integers(0, 3000)), int(rng.integers(2, 900))) for _ in range(200)]
+    rows.sort(key=lambda row: row[0] == 0)
+    prefill = plan_mamba(lens(*rows), Layer.mamba2(num_heads=2), table_of(200)).prefill
+    for a, b in pairwise(prefill.cu_chunks.tolist()):
+        assert 0 < b - a <= 256
+    assert prefill.cu_chunks[prefill.last_chunks.long() + 1].tolist() == np.cumsum([new for _, new in rows]).tolist()

@@ -1,0 +1,130 @@
+"""MLA through vendor adapters, on stand-ins: pages in compressed rows, padded heads, and V as wide as K."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import aiter as fake
+from inputs import segment
+from mla_cases import make_step, mla_layer
+
+import portable
+from portable.backends import reference
+from portable.backends.aiter import KERNELS as AITER
+from portable.kernel import KV, Op
+from portable.layer import Layer, LayerTensors
+from portable.mla_attention import MlaAttention
+from portable.mla_slot import MlaSlot
+
+BF16 = {
+    "dtype": torch.bfloat16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+NAMED = {kernel.name: kernel for kernel in AITER}
+TRITON_MHA = "aiter.ops.triton.attention.mha"
+GFX942 = portable.describe("gfx942")
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """aiter's later release, and the arguments of each call of its MLA decode and its varlen attention."""
+    fake.install(monkeypatch, new=True)
+    calls = []
+    modules = ("aiter.mla", "mla_decode_fwd"), *((name, "flash_attn_varlen_func") for name in ("aiter", TRITON_MHA))
+    for module, name in ((importlib.import_module(module), name) for module, name in modules):
+        function = getattr(module, name)
+
+        def remember(*args, function=function, name=name, **kwargs):
+            calls.append((name, kwargs))
+            return function(*args, **kwargs)
+
+        remember.__wrapped__ = function
+        monkeypatch.setattr(module, name, remember)
+    return calls
+
+
+def choose(layer, prefill="aiter.varlen"):
+    """aiter's kernels where they serve, as on the machine that they are for; else the oracle."""
+    oracle = {kernel.caps.op: kernel for kernel in reference.KERNELS}
+
+    def kernel(op, needs):
+        vendor = {Op.MLA_DECODE: NAMED["aiter.mla_decode"], Op.PREFILL: NAMED[prefill]}.get(op)
+        return vendor if vendor and not vendor.why_not(GFX942, layer, needs) else oracle[op]
+
+    return kernel
+
+
+@pytest.mark.parametrize(("prefill", "wide"), [("aiter.varlen", 128), ("aiter.varlen_triton", 192)])
+@pytest.mark.parametrize("heads", [12, 16, 20])
+def test_a_whole_step_on_aiter_equals_the_oracle(heads, prefill, wide, spy):
+    """V is padded for the kernel that needs it as wide as K, and for no other."""
+    layer = mla_layer(num_heads=heads, **BF16)
+    made = make_step(layer, [1, 3, 20, 9], [33, 8, 70, 0], page_size=16)
+    attn = MlaAttention(layer, page_size=16, device="cpu", workspace=32)
+    slot = attn._slots[0] = MlaSlot(layer, choose(layer, prefill), attn.workspace)
+    found = made.run(attn, return_lse=True)
+    names = {s.kernel.name for s in slot.plan.segments.decodes} | {
+        p.new.kernel.name for p in slot.plan.segments.prefills
+    }
+    assert names == {"aiter.mla_decode", prefill}
+    right, right_lse = made.right(layer)
+    assert (found.out.double() - right).abs().max() < 0.02 * right.abs().max()
+    torch.testing.assert_close(found.lse.double(), right_lse, atol=0.05, rtol=0.02)
+    decodes = [kwargs for name, kwargs in spy if name == "mla_decode_fwd"]
+    assert [kwargs["q"].shape[1] for kwargs in decodes] == [16 if heads <= 16 else 128]  # F50
+    assert all(kwargs["sm_scale"] == layer.scale for kwargs in decodes)  # not that of 576
+    varlen = [kwargs for name, kwargs in spy if name == "flash_attn_varlen_func"]
+    assert [kwargs["v"].shape[-1] for kwargs in varlen] == [wide] * 4  # F47
+    assert all(kwargs["softmax_scale"] == layer.scale for kwargs in varlen)  # T45
+    assert [kwargs["causal"] for kwargs in varlen] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_its_pages_come_in_compressed_rows_of_one_granularity(page_size, spy):
+    """C30, F49: lengths [1, 16, 17, 127, 0] on pages in no order; each row of q is a request of one query."""
+    lens = [1, 16, 17, 127, 0]
+    layer = mla_layer(num_heads=16, **BF16)
+    counts = [-(-n // page_size) for n in lens]
+    order = torch.randperm(sum(counts) + 1)
+    table = torch.zeros(5, max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table[row, :count] = order[sum(counts[:row]) :][:count]
+    pages = torch.randn(len(order), page_size, 576).bfloat16()
+    pairs = tuple((1, n) for n in lens)
+    q, outs = torch.randn(5, 16, 576).bfloat16(), []
+    for kernel in (NAMED["aiter.mla_decode"], next(k for k in reference.KERNELS if k.caps.op is Op.MLA_DECODE)):
+        outs.append(torch.empty(5, 16, 512).bfloat16())
+        made = segment(kernel, pairs, layer, table, page_size)
+        kernel.run(q, KV(pages, None), made, layer, LayerTensors(), outs[-1], None)
+    torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
+    assert not outs[0][4].any()
+    ((_, kwargs),) = spy
+    slots = [
+        int(table[row, t // page_size]) * page_size + t % page_size for row, n in enumerate(lens) for t in range(n)
+    ]
+    assert kwargs["kv_indptr"].tolist() == [0, 1, 17, 34, 161, 161] and kwargs["page_size"] == 1
+    assert kwargs["kv_indices"][:161].tolist() == slots and kwargs["kv_buffer"].shape[1:] == (1, 1, 576)
+    assert kwargs["kv_last_page_lens"].tolist() == [1, 1, 1, 1, 0] and kwargs["qo_indptr"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_a_kernel_that_needs_v_as_wide_as_k_is_refused_for_mla():
+    """T26: declared by each kernel, and by nothing else: not a version, not the number of an architecture."""
+    kernel = NAMED["aiter.varlen"]
+    layer = Layer.mla(num_heads=16)
+    needs = portable.Needs(query_len=16, seq_len=16)
+    assert not kernel.why_not(GFX942, layer, needs)
+    equal = replace(kernel, caps=replace(kernel.caps, equal_value_dim=True))
+    assert "v_head_dim 128 differs from head_dim 192" in equal.why_not(GFX942, layer, needs)
