@@ -52,8 +52,8 @@ class Adapter:
 
     def __init__(self, convention: Convention) -> None:
         self.convention = convention
-        # None where it has no such keyword
-        of_call = (convention.names.get(name) for name in OF_THE_CALL)
+        # "" where it has no such keyword
+        of_call = (convention.names.get(name, "") for name in OF_THE_CALL)
         self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
         self._k_descale, self._v_descale, self._asks_lse = of_call
         self._checked: Callable[..., Any] | None = None
@@ -213,22 +213,22 @@ class Adapter:
             (k, v), call[slots] = as_slots(kv, call[slots], segment.page_size, paged=convention.pages == "single")
         elif v is None:
             k = k.unsqueeze(-2)  # latent pages have one head
-        if self._qv is not None:
+        if self._qv:
             call[self._qv], q = q.split_with_sizes((width, q.shape[-1] - width), -1)
             v, k = k.split_with_sizes((width, k.shape[-1] - width), -1)
         call[self._q], call[self._k] = q, k
-        if self._v is not None:
+        if self._v:
             call[self._v] = v
-        if self._asks_lse is not None:
+        if self._asks_lse:
             call[self._asks_lse] = wants_lse
         if layer.sinks and tensors.sinks is not None:
             call[self._sinks] = tensors.sinks.to(convention.sink_dtype or tensors.sinks.dtype)
         if layer.alibi:
             call[self._alibi] = tensors.alibi
-        if self._k_descale is not None:
+        if self._k_descale:
             call[self._k_descale] = self._descale(tensors.k_scale, segment, layer)
             call[self._v_descale] = self._descale(tensors.v_scale, segment, layer)
-        if self._out is not None:
+        if self._out:
             direct = step.direct and out.is_contiguous()
             call[self._out] = out if direct else out.new_empty((*q.shape[:-1], step.wide or width))
         got, got_lse = self._unpack(step.function(**call), call, wants_lse)
@@ -248,11 +248,10 @@ class Adapter:
         if step.batch is not None:
             requests, queries = step.batch
             tokens = requests * queries
-            if form.layout == "bhs" and lse.shape == (requests, heads, 1) and queries == 1:
+            if form.layout == "bhs" and queries == 1 and lse.shape == (requests, heads, 1):
                 rows, columns, _ = lse.stride()
-                lse, form = lse.as_strided((heads, requests), (columns, rows)), HT[form.base]  # twice as fast as two views
-                return lse if form.base == "e" and lse.dtype is torch.float32 else lse_rows(lse, form, heads, tokens, cu)
-            if form.layout[0] == "b":
+                lse, form = lse.as_strided((heads, requests), (columns, rows)), HT[form.base]  # one view, not two
+            elif form.layout[0] == "b":
                 lse = lse.squeeze(-1) if form.layout == "bhs1" else lse
                 lse = lse.permute(2, 0, 1) if form.layout == "bsh" else lse.transpose(0, 1)  # [H, B, Sq]
                 lse = lse if lse.shape[2] == queries else lse[..., :queries]

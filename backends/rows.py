@@ -35,6 +35,8 @@ def as_slots(kv: KV, indices: torch.Tensor, page_size: int, *, paged: bool = Fal
     """
     k, v = kv
     if k.is_contiguous() and (v is None or v.is_contiguous()):
+        if v is not None and not paged:
+            return KV(k.flatten(0, 1), v.flatten(0, 1)), indices
         one = (-1, 1) if paged else (-1,)
         k = k.view(*one, *(k.shape[2:] if k.dim() == 4 else (1, k.shape[2])))
         return KV(k, None if v is None else v.view(*one, *v.shape[2:])), indices
@@ -77,11 +79,10 @@ def check_reach(
     if window is None and most is None:
         return
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor is None or not tensor.numel():
+        reach = 0 if tensor is None else tensor.nbytes
+        if tensor is None or not reach:
             continue
-        if tensor.is_contiguous():
-            reach = tensor.numel() * tensor.itemsize
-        else:
+        if not tensor.is_contiguous():
             last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             reach = (last + 1) * tensor.itemsize
         if most is not None and reach > most:

@@ -29,15 +29,25 @@ from portable.attention import load_kernels  # noqa: E402
 
 
 def source_hash(kernel: Kernel) -> str:
-    """sha256 of the file that holds a kernel's function, and of the backend files that it takes names from."""
+    """sha256 of the file that holds a kernel's function, and of the backend files whose names reach it."""
     module = inspect.getmodule(kernel.run)
     assert module is not None, f"{kernel} has no source file"
-    sources = {getattr(value, "__module__", None) for value in vars(module).values()} | {module.__name__}
-    used = sorted(name for name in sources if name and name.startswith(("portable.backends.", "portable.merge")))
     digest = hashlib.sha256()
-    for name in used:
-        digest.update(Path(str(sys.modules[name].__file__)).read_bytes())
+    for name in sorted(_reached(module.__name__, {module.__name__})):
+        file = Path(str(sys.modules[name].__file__))
+        for each in (file, *sorted(file.parent.glob("*.cu")), *sorted(file.parent.glob("*.h"))):
+            digest.update(each.read_bytes())
     return digest.hexdigest()
+
+
+def _reached(name: str, seen: set[str]) -> set[str]:
+    """The modules that a module takes names from, and those that they do."""
+    for value in vars(sys.modules[name]).values():
+        other = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        if isinstance(other, str) and other not in seen and other.startswith(("portable.backends.", "portable.merge")):
+            seen.add(other)
+            _reached(other, seen)
+    return seen
 
 
 def prove(name: str) -> tuple[str, int, int, float]:

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 import portable  # noqa: E402
 from portable.backends.triton import mla_decode, mla_decode_hopper, mla_decode_tiles  # noqa: E402
 from portable.backends.triton.launch import launch, recorded  # noqa: E402
-from portable.kernel import KV, Kernel, Needs, Segment  # noqa: E402
+from portable.kernel import KV, Kernel, Needs, Op, Segment  # noqa: E402
 from portable.layer import Layer, LayerTensors  # noqa: E402
 from portable.platform.emulated import activate  # noqa: E402
 
@@ -94,6 +94,20 @@ def test_a_block_of_keys_fits_the_shared_memory(arch, heads, dtype):
         rows = tile.block_n if target.vendor == "amd" else tile.block_m + blocks * tile.block_n
         assert rows * row <= target.shared_memory
         assert 16 <= tile.block_m <= max(16, 1 << (heads * queries - 1).bit_length())
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("heads, lens", [(16, ((1, 70), (1, 33))), (32, ((2, 40),))])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_deepseeks_widths(arch, heads, lens, fp8):
+    """The contract's ranks are small; here 576 columns take the tiles that are shipped, 512 of them as values."""
+    kv_dtype = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}[arch] if fp8 else torch.bfloat16
+    layer = Layer.mla(num_heads=heads, kv_dtype=kv_dtype)
+    case = cells.Case(
+        op=Op.MLA_DECODE, layer=layer, lens=lens, page_size=16, scales="scalar" if fp8 else "none", strided=True
+    )
+    with activate(arch):
+        contract.check(KERNEL, case, "cpu")
 
 
 def test_where_it_is_offered():

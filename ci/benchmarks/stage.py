@@ -1,7 +1,7 @@
 """Peers out of PyPI's wheels, by name, version and hash, into a folder that a machine without a network can take along.
 
-FA3 (one library, 11 MB packed) and the Triton kernels of vLLM and aiter as files. Their packages import half of an
-engine; `STAND_INS` are what those few files need of it.
+FA3 and FlashMLA (a library each, 11 and 2 MB packed) and the Triton kernels of vLLM and aiter as files. Their packages
+import half of an engine; `STAND_INS` are what those few files need of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Wheel(NamedTuple):
 
 
 FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+FLASH_MLA = "vllm/_flashmla_C.abi3.so"
+LIBRARIES = {FA3: "fa3.so.xz", FLASH_MLA: "flashmla.so.xz"}
 VLLM_OPS = "vllm/v1/attention/ops"
 AITER = "aiter/ops/triton"
 WHEELS = {
@@ -36,7 +38,7 @@ WHEELS = {
         "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
         "manylinux_2_28_x86_64",
         (
-            FA3,
+            *LIBRARIES,
             *(
                 f"{VLLM_OPS}/triton_{name}.py"
                 for name in (
@@ -113,7 +115,7 @@ current_platform = Hopper()
 
 
 def stage(folder: Path, wheels: Path | None = None) -> None:
-    """Fill `folder` with `fa3.so.xz`, `site/` and `manifest.json`; `wheels` keeps the downloads."""
+    """Fill `folder` with the packed libraries, `site/` and `manifest.json`; `wheels` keeps the downloads."""
     site = folder / "site"
     manifest = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -150,10 +152,10 @@ def download(name: str, wheel: Wheel, into: Path) -> Path:
 
 
 def put(folder: Path, site: Path, file: str, content: bytes) -> None:
-    """A file of a wheel, where the run looks for it; the library is packed, 172 MB to 11 MB."""
+    """A file of a wheel, where the run looks for it; a library is packed, 172 MB to 11 MB."""
     target = site / file
-    if file == FA3:
-        target, content = folder / "fa3.so.xz", lzma.compress(content, preset=6)
+    if file in LIBRARIES:
+        target, content = folder / LIBRARIES[file], lzma.compress(content, preset=6)
     elif file.startswith(AITER) and file.endswith(".py"):
         content = AMD_OPTION.sub("", content.decode()).encode()
     target.parent.mkdir(parents=True, exist_ok=True)

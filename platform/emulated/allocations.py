@@ -196,14 +196,19 @@ class Allocations:
                 self._check_host(access, start, where, nbytes, verb)
                 continue
             each = self._all[window]
-            if (bad := where & ((start < each.start) | (start + nbytes > each.end))).any():
-                address = int(start[bad][0])
-                place = f"byte {address - each.start} of {each.name!r}, which has {each.end - each.start} bytes"
-                raise access.fault(_outside(verb, nbytes, address, place), bad)
-            if each.rows and (bad := where & ~each.rows.hold(start - each.start, nbytes)).any():
-                address = int(start[bad][0])
-                place = f"byte {address - each.start} of {each.name!r}, a view with rows of {each.rows.run} bytes"
-                raise access.fault(_outside(verb, nbytes, address, f"{place}, is between them"), bad)
+            outside = where & ((start < each.start) | (start + nbytes > each.end))
+            between = np.zeros_like(outside)
+            if each.rows:
+                between = where & ~outside & ~each.rows.hold(np.where(outside, 0, start - each.start), nbytes)
+            if (bad := outside | between).any():
+                first = int(bad.argmax())  # of the lanes in the order of the workgroups
+                address = int(start[first])
+                place = f"byte {address - each.start} of {each.name!r}, "
+                if outside[first]:
+                    place += f"which has {each.end - each.start} bytes"
+                    raise access.fault(_outside(verb, nbytes, address, place), outside)
+                place += f"a view with rows of {each.rows.run} bytes, is between them" if each.rows else ""
+                raise access.fault(_outside(verb, nbytes, address, place), between)
             if each.special:
                 self._check_special(access, each, start - each.start, where, nbytes, verb)
             index[where] = start[where] + self._shifts[window]

@@ -121,8 +121,9 @@ def activate(arch: str, budget: int = BUDGET, processes: int | None = None) -> I
         raise ValueError(f"arch {arch!r} is not one of {', '.join(DEVICES)}")
     if processes is None:
         processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-    if processes < 1:
-        raise ValueError(f"processes={processes} is less than 1")
+    for name, count in (("processes", processes), ("budget", budget)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}={count} is not a whole number of at least 1")
     config, hook = _triton()
     driver, emulation = _driver(arch), Emulation(arch, budget, processes=min(processes, os.cpu_count() or 1))
     with _lock:

@@ -35,6 +35,12 @@ def write_then_add(x, y, block: tl.constexpr):
     tl.store(y + at, tl.load(y + at) + 100)
 
 
+@triton.jit
+def copy_rows(x, out, x_stride, out_stride, width: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, width)
+    tl.store(out + row * out_stride + at, tl.load(x + row * x_stride + at))
+
+
 @pytest.fixture(params=["gfx942", "gfx950"])
 def device(request):
     with activate(request.param) as emulation:
@@ -159,3 +165,14 @@ def test_an_extent_holds_exactly_the_bytes_of_the_elements(shape, data, itemsize
 def test_views_whose_rows_interlock_are_bounded_by_what_they_span():
     assert extent((3, 2), (16, 24), 4) == (0, 60, None)
     assert extent((2, 2, 2), (100, 10, 4), 4).rows is not None
+
+
+def test_the_first_workgroup_that_leaves_its_rows_is_the_one_that_is_named():
+    """The last one leaves the tensor as well, in the same instruction."""
+    padded = torch.zeros(8, 24)[:, :16]
+    out = torch.zeros(8, 32)
+    with (
+        activate("gfx942"),
+        pytest.raises(MemoryFault, match=r"byte 64 of 'x', a view.*workgroup \(0, 0, 0\)"),
+    ):
+        copy_rows[(8,)](padded, out, padded.stride(0), out.stride(0), width=32)
