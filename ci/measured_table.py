@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -26,8 +27,11 @@ def described(result: dict[str, Any]) -> str:
     machine, ceilings = result["machine"], result["ceilings"]
     peers = ", ".join(f"{name} {found['version']}" for name, found in machine.get("peers", {}).items())
     versions = f"torch {machine['torch']}, Triton {machine['triton']}" + (f", peers from {peers}" if peers else "")
-    speed = f"reads {ceilings['read TB/s']:.2f} TB/s, multiplies at {ceilings['matmul TFLOP/s']:.0f} TFLOP/s (bf16)"
-    return f"One {machine['card']} that {speed}; {versions}.\n\n{markdown(result)}"
+    speed = ""
+    if not math.isnan(ceilings["read TB/s"]):  # else the run left them out
+        read, matmul = ceilings["read TB/s"], ceilings["matmul TFLOP/s"]
+        speed = f" that reads {read:.2f} TB/s, multiplies at {matmul:.0f} TFLOP/s (bf16)"
+    return f"One {machine['card']}{speed}; {versions}.\n\n{markdown(result)}"
 
 
 def main(check: bool) -> int:

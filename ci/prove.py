@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -77,15 +77,16 @@ def main(path: str | None) -> int:
     failures = 0
     # most of the time is compilation: a process per kernel, some at a time
     with ProcessPoolExecutor(max(1, min(12, (os.cpu_count() or 1) // 2)), get_context("spawn")) as pool:
-        for name, passed, failed, seconds in pool.map(prove, kernels):
+        for done in as_completed([pool.submit(prove, name) for name in kernels]):
+            name, passed, failed, seconds = done.result()
             failures += failed
             print(f"{name:28} {passed:3} cells, {failed} failed, {seconds:6.1f} s", flush=True)
             if passed and not failed:
                 proved[name] = {"cells": passed, "source": source_hash(kernels[name])}
+            if path:  # after each, so that a run that is cut short keeps what it has
+                result = {"arch": target.arch, "card": target.name, "versions": versions, "kernels": proved}
+                Path(path).write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{target.name}: {len(proved)} kernels, {failures} failures")
-    if path:
-        result = {"arch": target.arch, "card": target.name, "versions": versions, "kernels": proved}
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 1 if failures else 0
 
 

@@ -63,7 +63,7 @@ def proofs(kernel: Kernel) -> Iterable[str]:
     caps = kernel.caps
     if caps.vendors is ANY or "cpu" in caps.vendors:
         yield "CPU: measured in CI"
-    if caps.emulated and caps.provider == "triton":  # tests/emulated/test_contract.py, ci/compile_matrix.py
+    if caps.emulated and caps.provider in ("triton", "hip"):  # tests/emulated/test_contract.py, ci/compile_matrix.py
         yield "gfx942, gfx950: emulated in CI"
         yield "gfx90a, gfx1100, gfx1201: compiled in CI"
     if {required.package for required in caps.requires} - {"torch", "triton"}:
