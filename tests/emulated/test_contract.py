@@ -15,6 +15,7 @@ from portable.platform.emulated.driver import DEVICES
 pytest.importorskip("triton")
 
 KERNELS = [kernel for kernel in load_kernels() if kernel.caps.emulated and kernel.caps.provider in ("triton", "hip")]
+THINNED = {"hip.paged_decode": 3}  # one cell of so many: all 40 take 40 s an architecture, of 6 minutes for everything
 PARTS = 4  # of a kernel's cells, so that the workers of a test run share them
 
 
@@ -23,7 +24,7 @@ PARTS = 4  # of a kernel's cells, so that the workers of a test run share them
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_cell_is_right(kernel: Kernel, arch: str, part: int) -> None:
     wrong = []
-    cases = list(cells.cases(kernel, portable.detect(f"emulated:{arch}")))
+    cases = list(cells.cases(kernel, portable.detect(f"emulated:{arch}")))[:: THINNED.get(kernel.name, 1)]
     assert cases, f"{kernel} serves nothing on {arch}"
     with activate(arch) as emulation:
         for case in cases[part::PARTS]:
