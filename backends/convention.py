@@ -51,9 +51,11 @@ class Convention:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keywords that are always the same
     step: Mapping[str, Callable[[Segment, Layer], Any]] = field(default_factory=dict)  # keywords made once per step
     rows: str = "packed"  # q and the output are [T, H, D]; "batch": [B, Sq, H, D]
+    dense_rows: bool = False  # it does not look at how far rows of q lie apart
     equal_value_dim: bool = False  # contiguous K and V must be as wide: the narrower is padded with zeros
     open_side: int | None = -1  # of a window
     window_more: tuple[int, ...] = ()  # what follows its two sides
+    literal_right: bool = False  # beside a bounded left side, an open right side is not what causality makes of it
     # What the CSR names count. "token": slots, with K and V as [N, Hkv, D]; "single": slots as pages [N, 1, Hkv, D].
     pages: str = "page"
     folds_single: bool = False  # takes a longest query of 1 for exactly one token in each request
@@ -63,7 +65,7 @@ class Convention:
     lse: LseForm = field(default_factory=LseForm)
     sink_dtype: torch.dtype | None = None  # what the sinks are cast to
     address_window: int | None = None  # K and V may not cross a multiple of these bytes: a carry is lost
-    descale: str = "heads"  # the scale of an fp8 cache as [B, Hkv] f32; "one": [1] f32
+    descale: str = "heads"  # the scale of an fp8 cache, where it has one, as [B, Hkv] f32; "one": [1] f32
 
     def __post_init__(self) -> None:
         if unknown := self.names.keys() - {*OF_THE_CALL, *OF_THE_STEP}:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from portable.platform import emulated
@@ -29,6 +30,17 @@ def emulated_arch() -> str:
 def emulating(arch: str) -> AbstractContextManager[Any]:
     """Makes the emulated device active, where it is not."""
     return nullcontext() if _active() is not None else emulated.activate(arch)
+
+
+@contextmanager
+def reachable(tensors: Sequence[Any]) -> Iterator[None]:
+    """Within the block, kernels of the active device may reach these tensors by addresses stored in others."""
+    known = _active().reachable
+    known += tensors
+    try:
+        yield
+    finally:
+        del known[len(known) - len(tensors) :]
 
 
 def _active() -> Any:

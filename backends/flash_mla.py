@@ -20,8 +20,8 @@ import torch
 
 from portable.backends.adapter import Adapter, Convention
 from portable.backends.rows import each_query
-from portable.kernel import KV, Kernel, KernelCaps, LseForm, Op, Requires, Segment
-from portable.layer import Layer, LayerTensors
+from portable.kernel import Kernel, KernelCaps, LseForm, Op, Requires, Segment
+from portable.layer import Layer
 from portable.sets import multiple_of, one_of
 
 MODULE, VLLM = "flash_mla", "vllm.third_party.flashmla.flash_mla_interface"
@@ -33,27 +33,14 @@ METADATA = ("tile_scheduler_metadata", "num_splits")
 class MlaCall(Adapter):
     """A step with its own division of the work."""
 
-    def prepare(self, segment: Segment, layer: Layer) -> Any:
-        rows = each_query(segment) if isinstance(segment.causal, torch.Tensor) else segment
-        return replace(rows, prepared=super().prepare(rows, layer))
+    def rows(self, segment: Segment) -> Segment:
+        return each_query(segment) if isinstance(segment.causal, torch.Tensor) else segment
 
-    def _common(self, segment: Segment, layer: Layer) -> dict[str, Any]:
+    def fixed(self, segment: Segment, layer: Layer) -> dict[str, Any]:
         build: Callable[..., Any] = importlib.import_module(self.convention.module).get_mla_metadata
         # by position, for their names differ between builds, and the later ones look at none
         made = build(segment.seq_lens, segment.max_query_len * layer.num_heads, 1)
-        return super()._common(segment, layer) | dict(zip(METADATA, made, strict=True))
-
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: KV,
-        segment: Segment,
-        layer: Layer,
-        tensors: LayerTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        super().run(q.contiguous(), kv, segment.prepared, layer, tensors, out, lse)  # TMA wants rows 16 bytes apart
+        return super().fixed(segment, layer) | dict(zip(METADATA, made, strict=True))
 
 
 DECODE = Convention(
@@ -69,6 +56,7 @@ DECODE = Convention(
     },
     fixed={"head_dim_v": RANK, **dict.fromkeys(METADATA)},  # which each step makes
     rows="batch",
+    dense_rows=True,  # TMA wants them 16 bytes apart
     lse=LseForm(layout="bhs", empty="+inf"),
     zeroes_empty=False,
 )
@@ -88,9 +76,10 @@ CAPS = KernelCaps(
     features=frozenset({"noncausal", "lse"}),
     tolerance={torch.bfloat16: 1e-2, torch.float16: 2e-3},
 )
+VLLM_DECODE = replace(DECODE, module=VLLM, names={**DECODE.names, "out": "out"}, writes_out=True)
 KERNELS: tuple[Kernel, ...] = (
     MlaCall(DECODE).kernel(CAPS),
-    MlaCall(replace(DECODE, module=VLLM)).kernel(
+    MlaCall(VLLM_DECODE).kernel(
         replace(CAPS, name="vllm_flash_mla.decode", requires=(Requires("vllm[flash_mla]", ">=0.33"),))
     ),
 )

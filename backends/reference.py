@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from portable.backends.pages import FP8, at, compute_of, page_size_of, quantize, values_of
-from portable.kernel import FEATURES, KV, PAGES, AttnOut, Kernel, KernelCaps, Op, Segment
+from portable.kernel import FEATURES, KV, PAGES, AttnOut, GraphLevel, Kernel, KernelCaps, Op, Segment
 from portable.layer import CACHE_LAYOUTS, Layer, LayerTensors, Window
 from portable.merge import merge_states
 from portable.paging import slot_mapping as slots_of
@@ -302,6 +302,7 @@ def _caps(op: Op) -> KernelCaps:
         vendors=ANY,
         archs=ANY,
         emulated=True,
+        graph=GraphLevel.NEVER,  # it reads lengths and slots
         dtypes=DTYPES,
         kv_dtypes=DTYPES | FP8,
         head_dims=ANY_SIZE,

@@ -18,7 +18,7 @@ from torch.nn.functional import silu, softplus
 
 from portable.backends.pages import compute_of
 from portable.backends.reference import DTYPES, TOLERANCE
-from portable.kernel import Kernel, KernelCaps, Op
+from portable.kernel import GraphLevel, Kernel, KernelCaps, Op
 from portable.layer import Layer
 from portable.sets import ANY, ANY_SIZE
 from portable.states import DecodeStates, PrefillStates, SsmTensors
@@ -147,12 +147,14 @@ def step_sizes(dt: torch.Tensor, tensors: SsmTensors, compute: torch.dtype) -> t
     return steps.clamp(*tensors.dt_limit)
 
 
-def state_copy(pools: Sequence[torch.Tensor], copies: torch.Tensor) -> None:
-    """Whole slots, each pair (from, to) of copies [n, 2] in order; a pair with a negative slot copies nothing."""
-    for come, go in copies.tolist():
-        if come >= 0 and go >= 0 and come != go:
-            for pool in pools:
-                pool[go] = pool[come]
+def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu_copies: torch.Tensor) -> None:
+    """Whole slots, each group's pairs (from, to) in its pools, in order; a pair with a negative slot copies nothing."""
+    pairs = copies.tolist()
+    for group, (first, end) in zip(pools, pairwise(cu_copies.tolist()), strict=True):
+        for come, go in pairs[first:end]:
+            if come >= 0 and go >= 0 and come != go:
+                for pool in group:
+                    pool[go] = pool[come]
 
 
 def _caps(op: Op) -> KernelCaps:
@@ -163,6 +165,7 @@ def _caps(op: Op) -> KernelCaps:
         vendors=ANY,
         archs=ANY,
         emulated=True,
+        graph=GraphLevel.NEVER,  # it reads lengths and slots
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
         head_dims=ANY_SIZE,

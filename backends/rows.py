@@ -1,4 +1,4 @@
-"""Where the rows of a step are: those without keys, those of a rectangular batch, and the slots of pages."""
+"""Where the rows of a step are: those without keys, those of a rectangular batch, and those of a query each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from portable.kernel import KV, KernelCaps, Segment
-from portable.layer import Layer, UnsupportedError
-from portable.merge import has_keys
+from portable.kernel import LseForm, Segment
+from portable.layer import Layer
+from portable.merge import has_keys, lse_rows
 from portable.paging import PageCsr, num_pages, page_csr
 from portable.ragged import ragged_arange
 from portable.upload import upload
-
-ANOTHER = "Name another backend, or give Attention its num_pages, so that one is chosen that can"
 
 
 def token_csr(segment: Segment) -> PageCsr:
@@ -23,74 +21,6 @@ def token_csr(segment: Segment) -> PageCsr:
     pages = num_pages(segment.host_seq_lens, segment.page_size)
     csr = page_csr(segment.block_table, segment.seq_lens, segment.page_size, pages)
     return csr.of_tokens(int(segment.host_seq_lens.sum()))
-
-
-def as_slots(kv: KV, indices: torch.Tensor, page_size: int, *, paged: bool = False) -> tuple[KV, torch.Tensor]:
-    """Pages [pages, page_size, ...] as slots [N, H, D], and slot numbers that skip what lies between two pages.
-
-    Latent pages have one head. `paged`: each slot is a page of one token, [N, 1, H, D].
-
-    Raises:
-        ValueError: pages that do not lie a whole number of tokens apart, the same in K and V.
-    """
-    k, v = kv
-    if k.is_contiguous() and (v is None or v.is_contiguous()):
-        if v is not None and not paged:
-            return KV(k.flatten(0, 1), v.flatten(0, 1)), indices
-        one = (-1, 1) if paged else (-1,)
-        k = k.view(*one, *(k.shape[2:] if k.dim() == 4 else (1, k.shape[2])))
-        return KV(k, None if v is None else v.view(*one, *v.shape[2:])), indices
-    steps = {each.stride(0) / each.stride(1) for each in kv if each is not None}
-    step = steps.pop()
-    if steps or step != int(step):
-        strides = " and ".join(str(list(each.stride())) for each in kv if each is not None)
-        raise ValueError(f"caches have strides {strides}; their pages must be the same whole number of tokens apart")
-    if step != page_size:
-        indices = indices + indices // page_size * (int(step) - page_size)
-
-    def slots(pages: torch.Tensor) -> torch.Tensor:
-        count = (len(pages) - 1) * int(step) + page_size
-        found = pages.as_strided((count, *pages.shape[2:]), pages.stride()[1:])
-        found = found if pages.dim() == 4 else found.unsqueeze(1)
-        return found.unsqueeze(1) if paged else found
-
-    return KV(slots(k), None if v is None else slots(v)), indices
-
-
-def check_reach(
-    caps: KernelCaps,
-    window: int | None,
-    num_pages: int | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-) -> None:
-    """Raise an UnsupportedError for memory that a kernel's offsets do not reach; they would wrap without a word.
-
-    Args:
-        window: bytes whose multiples K and V may not cross; None: any addresses.
-        num_pages: of the cache; None for contiguous K and V.
-    """
-    if caps.max_block_id is not None and num_pages is not None and num_pages - 1 > caps.max_block_id:
-        raise UnsupportedError(
-            f"the cache has {num_pages} pages; {caps.name} can address {caps.max_block_id + 1}. {ANOTHER}"
-        )
-    most = caps.max_tensor_bytes
-    if window is None and most is None:
-        return
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        reach = 0 if tensor is None else tensor.nbytes
-        if tensor is None or not reach:
-            continue
-        if not tensor.is_contiguous():
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            reach = (last + 1) * tensor.itemsize
-        if most is not None and reach > most:
-            raise UnsupportedError(f"{name} extends over {reach} bytes; {caps.name} can address {most}. {ANOTHER}")
-        if window is not None and name != "q" and tensor.data_ptr() % window + reach > window:
-            raise UnsupportedError(
-                f"{name} crosses a multiple of {window} bytes in memory, where addresses of {caps.name} wrap. {ANOTHER}"
-            )
 
 
 def each_query(segment: Segment) -> Segment:
@@ -132,6 +62,27 @@ def seen_rows(segment: Segment, layer: Layer) -> torch.Tensor:
     """[T] bool, the rows that see a key, from the lengths on the device."""
     tokens = segment.tokens.stop - segment.tokens.start
     return has_keys(segment.cu_seqlens_q, segment.seq_lens, tokens, segment.causal, layer.window)
+
+
+def lse_of_rows(
+    logs: torch.Tensor,
+    form: LseForm,
+    batch: tuple[int, int] | None,
+    places: torch.Tensor | None,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+) -> torch.Tensor:
+    """A vendor's LSE of this form as that of `lse`, [H, T], in natural log; `batch` and `places` are of `as_batch`."""
+    heads, tokens = lse.shape
+    if batch is not None:
+        requests, queries = batch
+        tokens = requests * queries
+        if form.layout.startswith("b"):
+            logs = logs.squeeze(-1) if form.layout == "bhs1" else logs
+            logs = logs.permute(2, 0, 1) if form.layout == "bsh" else logs.transpose(0, 1)  # [H, B, Sq]
+            logs, form = logs[..., :queries].flatten(1), LseForm(base=form.base)
+    logs = lse_rows(logs, form, heads, tokens, cu_seqlens_q)
+    return logs if places is None else logs[:, places]
 
 
 def as_batch(segment: Segment) -> tuple[tuple[int, int], torch.Tensor | None, torch.Tensor | None]:

@@ -6,6 +6,7 @@ multiply-add a token over what is made for a piece at once, and decodes are batc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,7 @@ from portable.backends import reference_mamba
 from portable.backends.pages import compute_of
 from portable.backends.reference import DTYPES, TOLERANCE
 from portable.backends.reference_mamba import Row, rows_of, step_sizes
-from portable.kernel import Kernel, KernelCaps, Op
+from portable.kernel import GraphLevel, Kernel, KernelCaps, Op
 from portable.layer import Layer
 from portable.sets import ANY, ANY_SIZE
 from portable.states import DecodeStates, PrefillStates, SsmTensors
@@ -168,6 +169,19 @@ def channels(
     return torch.einsum("nhs,ns->nh", after, c[:, 0])[..., None], last[:, None].clone()
 
 
+def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu_copies: torch.Tensor) -> None:
+    """Pairs at once, where none of a group's writes what another writes or reads; else one after the other."""
+    for group, (first, end) in zip(pools, pairwise(cu_copies.tolist()), strict=True):
+        pairs = copies[first:end]
+        pairs = pairs[(pairs >= 0).all(1) & (pairs[:, 0] != pairs[:, 1])]
+        come, go = pairs.unbind(1)
+        if len(go.unique()) < len(go) or torch.isin(go, come).any():
+            reference_mamba.state_copy([group], pairs, torch.tensor([0, len(pairs)]))
+        else:
+            for pool in group:
+                pool[go] = pool[come]
+
+
 def _kernel(op: Op, run: object) -> Kernel:
     caps = KernelCaps(
         op=op,
@@ -175,6 +189,7 @@ def _kernel(op: Op, run: object) -> Kernel:
         provider="torch",
         vendors={"cpu"},
         archs=ANY,
+        graph=GraphLevel.NEVER,  # it reads lengths and slots
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
         head_dims=ANY_SIZE,
@@ -187,4 +202,9 @@ def _kernel(op: Op, run: object) -> Kernel:
     return Kernel(caps, run)
 
 
-KERNELS = (_kernel(Op.CONV1D, conv1d), _kernel(Op.SSD, scan), _kernel(Op.STATE_UPDATE, state_update))
+KERNELS = (
+    _kernel(Op.CONV1D, conv1d),
+    _kernel(Op.SSD, scan),
+    _kernel(Op.STATE_UPDATE, state_update),
+    _kernel(Op.STATE_COPY, state_copy),
+)

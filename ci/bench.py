@@ -1,6 +1,7 @@
 """Measurements of this checkout, as ratios within one run: python ci/bench.py [planning] [local] [--json FILE]
 
-`python ci/bench.py attention` measures the attention kernels on a GPU: see ci/benchmarks.
+`python ci/bench.py attention` measures the attention kernels on a GPU, and `graphs` what a step of captured decodes and
+its planning cost the host: see ci/benchmarks.
 
 Peers are looked up when it runs and left out with a message where they are absent; nothing of them is kept here.
 """
@@ -133,4 +134,10 @@ if __name__ == "__main__":
         from benchmarks.run import main as attention
 
         sys.exit(attention(sys.argv[2:]))
+    if sys.argv[1:2] == ["graphs"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from benchmarks.graphs import main as graphs
+
+        graphs(sys.argv[2:])
+        sys.exit()
     main()

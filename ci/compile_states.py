@@ -92,8 +92,8 @@ def convolved(target: Target) -> None:
 
 def copied(target: Target) -> None:
     """Addresses are values here, so the pools are real, and small."""
-    pools = [torch.zeros((4, 3, 64), dtype=torch.bfloat16), torch.zeros((4, 2, 8, 16))]
-    state_copy.state_copy(pools, torch.zeros((8, 2), dtype=torch.int64))
+    pools = [[torch.zeros((4, 3, 64), dtype=torch.bfloat16)], [torch.zeros((4, 2, 8, 16))]]
+    state_copy.state_copy(pools, torch.zeros((8, 2), dtype=torch.int64), torch.zeros(3, dtype=torch.int32))
 
 
 CALLS: dict[str, Callable[[Target], None]] = {

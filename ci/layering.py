@@ -26,40 +26,55 @@ CORE: dict[str, list[str]] = {
     "paging": ["ragged"],
     "sets": [],
     "states": [],
+    "plugins": [],
     "kernel": ["layer", "platform.target", "sets"],
     "cache": ["kernel", "paging"],
     "merge": ["kernel"],
     "packages": ["platform.target", "select", "sets", "backends.packages"],  # select: the type of a request only
     "select": ["kernel", "packages", "platform"],
+    "plugin_kernels": ["conformance", "kernel", "platform", "plugins"],
     "verdicts": ["cache_dir", "kernel", "packages"],
-    "explain": ["select"],
+    "levels": ["mla", "select"],
+    "explain": ["levels", "select"],
     "view": ["lengths", "upload"],
-    "batch": ["order", "paging", "view"],
-    "padding": ["batch"],
+    "block_table": ["lengths"],
+    "batch": ["block_table", "order", "paging", "view"],
+    "sizes": ["batch", "kernel"],
+    "padding": ["batch", "sizes"],
+    "planned": ["sizes"],
+    "staging": ["platform", "upload"],
+    "mirror": ["batch"],
+    "persistent": ["mirror", "padding", "platform", "staging"],
+    "refresh": ["check", "persistent", "platform"],
     "validate": ["batch"],
     "chunks": ["batch"],
     "parts": ["batch", "layer"],
     "shards": ["batch", "layer"],
     "variants": ["chunks", "padding", "parts", "shards", "validate"],
-    "mha": ["buffers", "cache", "chunks", "merge", "padding", "parts", "select"],
+    "mha": ["buffers", "cache", "chunks", "merge", "padding", "parts", "planned", "select"],
     "mla": ["buffers", "cache", "chunks", "merge", "mha", "padding", "parts", "select"],
     "mla_weights": ["layer", "sets"],
     "mamba_places": ["batch"],
     "mamba_chunks": ["batch", "chunks", "mamba_places"],
     "mamba_copies": ["mamba_places", "upload"],
-    "mamba": ["buffers", "layer", "mamba_chunks", "states"],
-    "warmup": ["mha"],
+    "mamba_memory": ["mamba_places", "platform", "staging"],
+    "mamba": ["layer", "mamba_chunks", "mamba_memory", "planned", "states"],
+    "limits": ["batch"],
+    "warmup": ["limits", "mha"],
     "check": ["mha", "mla", "mamba"],
     "ops": ["check"],
-    "slot": ["ops"],
-    "mamba_slot": ["ops"],
-    "mla_slot": ["mla_weights", "ops"],
-    "attention": ["explain", "slot", "variants", "verdicts", "warmup", "backends"],
-    "mla_attention": ["attention", "mla_slot"],
+    "slot": ["ops", "refresh"],
+    "mamba_slot": ["ops", "refresh"],
+    "mla_slot": ["mla_weights", "ops", "refresh"],
+    "padded_plans": ["limits", "mla", "ops", "persistent"],
+    "attention": ["explain", "padded_plans", "plugin_kernels", "slot", "variants", "verdicts", "warmup", "backends"],
+    "mla_warmup": ["mla_slot", "warmup"],
+    "mla_attention": ["attention", "mla_warmup"],
     "copies": ["attention"],
     "graphs": ["attention"],
     "mamba_run": ["attention", "mamba_copies", "mamba_slot"],
 }
+ORACLES = ["backends.reference", "backends.reference_mamba"]  # what the conformance kit holds kernels against
 LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
 BACKENDS = [
     "backends",
@@ -76,7 +91,7 @@ BACKENDS = [
     "states",
     "upload",
 ]
-PLATFORM = ["layer", "platform"]
+PLATFORM = ["layer", "platform", "plugins"]
 
 # A library and the files that may import it, inside functions.
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -162,6 +177,8 @@ def why_not(file: str, module: str, item: Import) -> str | None:
         return None if under(inner, BACKENDS) else f"imports {shown}; a backend may import {', '.join(BACKENDS)}"
     if under(name, ["platform"]):
         return None if under(inner, PLATFORM) else f"imports {shown}; platform may import {', '.join(PLATFORM)}"
+    if under(name, ["conformance"]) and under(inner, ORACLES):
+        return None
     if under(inner, ["backends"]) and not (name in LOADERS and item.lazy):
         return f"imports {shown}; only {' and '.join(LOADERS)} load backends, inside functions"
     if name in CORE and not under(inner, below(name)):

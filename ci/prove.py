@@ -6,8 +6,6 @@ The file belongs in ci/results/: it counts as a measured lane in the README's ta
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import platform
@@ -24,39 +22,16 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 SHARDS = 4  # processes that share the cells of one kernel
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
-from portable import Kernel, available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
+from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
 from portable.attention import load_kernels  # noqa: E402
-
-
-def source_hash(kernel: Kernel) -> str:
-    """sha256 of the file that holds a kernel's function, and of the backend files whose names reach it."""
-    module = inspect.getmodule(kernel.run)
-    assert module is not None, f"{kernel} has no source file"
-    digest = hashlib.sha256()
-    for name in sorted(_reached(module.__name__, {module.__name__})):
-        file = Path(str(sys.modules[name].__file__))
-        for each in (file, *sorted(file.parent.glob("*.cu")), *sorted(file.parent.glob("*.h"))):
-            digest.update(each.read_bytes())
-    return digest.hexdigest()
-
-
-def _reached(name: str, seen: set[str]) -> set[str]:
-    """The modules that a module takes names from, and those that they do."""
-    for value in vars(sys.modules[name]).values():
-        other = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-        if isinstance(other, str) and other not in seen and other.startswith(("portable.backends.", "portable.merge")):
-            seen.add(other)
-            _reached(other, seen)
-    return seen
+from portable.conformance import cells, contract  # noqa: E402
+from portable.proof import source_hash  # noqa: E402
 
 
 def prove(name: str, at: int = 0, step: int = 1) -> tuple[str, int, int, float]:
     """(the kernel's name, cells that passed, that failed, seconds): its cells from `at` on, every `step`th."""
-    import cells
-    import contract
-
     target = detect()
     kernel = next(kernel for kernel in load_kernels() if kernel.name == name)
     start, passed, failed = time.perf_counter(), 0, 0

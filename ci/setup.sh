@@ -109,7 +109,7 @@ from importlib import metadata, util
 from packaging.requirements import Requirement
 
 for requirement in map(Requirement, metadata.requires("portable-attention")):
-    wanted = not requirement.marker or any(requirement.marker.evaluate({"extra": e}) for e in ("cli", "demo", "test"))
+    wanted = not requirement.marker or any(requirement.marker.evaluate({"extra": e}) for e in ("cli", "conformance", "demo", "test"))
     if wanted and not (requirement.name in ("torch", "triton") and util.find_spec(requirement.name)):
         requirement.marker = None
         print(requirement)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
-
-from prove import source_hash  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from portable.attention import load_kernels  # noqa: E402
 from portable.kernel import ATTENTION, PAGES, Kernel, Op  # noqa: E402
+from portable.proof import committed  # noqa: E402
 from portable.sets import ANY, Sizes, listed  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -68,11 +66,8 @@ def proofs(kernel: Kernel) -> Iterable[str]:
         yield "gfx90a, gfx1100, gfx1201: compiled in CI"
     if {required.package for required in caps.requires} - {"torch", "triton"}:
         yield "a stand-in in CI"
-    for file in sorted((ROOT / "ci" / "results").glob("contract-*.json")):
-        result = json.loads(file.read_text(encoding="utf-8"))
-        found = result["kernels"].get(kernel.name)
-        if found and found["source"] == source_hash(kernel):
-            yield f"{result['arch']}: measured"
+    for run in committed(ROOT / "ci" / "results", kernel):
+        yield f"{run['arch']}: measured"
 
 
 def main(check: bool) -> int:

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from portable import plugins
 from portable.platform.machine import Machine, as_target
 from portable.platform.sources import Card
-from portable.platform.target import Arch, Product, Target
+from portable.platform.target import OPERATIONS, Arch, Product, Target
 from portable.platform.visibility import VARIABLES
 
-GROUP = "portable.platforms"
 NAMES = ("ARCHS", "PRODUCTS", "ORDER", "probe", "count")
 EMULATED = ("gfx942", "gfx950")
 Answer = TypeVar("Answer")
-log = logging.getLogger(__name__)
 _targets: dict[tuple[object, ...], Target] = {}
+_hung: set[str] = set()  # plug-ins that are not asked again
 
 
 class Vendor(Protocol):
     """What a vendor's file, or a plug-in's module, defines.
 
     It may also define `DEVICE`, torch's type of its devices (else the vendor's own name); `ENVIRONMENT`, the variables
-    that change what `probe` answers; `parse(name) -> Arch | None`, which reads the spellings of its architectures; and
-    `why_not(machine, index) -> str`, why a device is not there.
+    that change what `probe` answers; `parse(name) -> Arch | None`, which reads the spellings of its architectures;
+    `why_not(machine, index) -> str`, why a device is not there; and `MEASURED`, a tuple of `Fastest` that refines
+    ORDER.
     """
 
     @property
@@ -61,7 +60,7 @@ def detect(device: str | torch.device | None = None, *, machine: Machine | None 
     if machine is not None:
         return _find(device, machine)
     machine = Machine()
-    environment = {*VARIABLES, "PORTABLE_DEVICE", "PORTABLE_PLUGINS"}
+    environment = {*VARIABLES, "PORTABLE_DEVICE", plugins.VARIABLE}
     for vendor in vendors().values():
         environment.update(getattr(vendor, "ENVIRONMENT", ()))
     settings = (machine.environ.get(name) for name in sorted(environment))
@@ -93,7 +92,7 @@ def vendors(environ: Mapping[str, str] | None = None) -> dict[str, Vendor]:
     >>> list(vendors({"PORTABLE_PLUGINS": ""}))
     ['amd', 'nvidia', 'cpu']
     """
-    found = {**_files(), **_plugins((os.environ if environ is None else environ).get("PORTABLE_PLUGINS"))}
+    found = {**_files(), **_plugins((os.environ if environ is None else environ).get(plugins.VARIABLE))}
     return dict(sorted(found.items(), key=lambda entry: entry[0] == "cpu"))
 
 
@@ -117,7 +116,9 @@ def absent(machine: Machine | None = None) -> dict[str, str]:
 def cache_clear() -> None:
     """Forget every detected device and every plug-in."""
     _targets.clear()
+    _hung.clear()
     _plugins.cache_clear()
+    plugins.cache_clear()
 
 
 @cache
@@ -130,26 +131,29 @@ def _files() -> Mapping[str, Vendor]:
 
 @cache
 def _plugins(allowed: str | None) -> Mapping[str, Vendor]:
-    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
-    loaded: dict[str, Vendor] = {}
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        if names is not None and entry.name not in names:
-            continue
-        try:
-            if entry.name in _files():
-                raise ValueError(f"the name {entry.name!r} is a built-in vendor's")
-            vendor: Any = entry.load()
-            missing = [name for name in NAMES if not hasattr(vendor, name)]
-            if missing:
-                raise AttributeError(f"{entry.value} lacks {', '.join(missing)}")
-            loaded[entry.name] = vendor
-        except (Exception, SystemExit) as error:
-            _left_out(entry.name, error)
-    return loaded
+    environ = {} if allowed is None else {plugins.VARIABLE: allowed}
+    return plugins.load(plugins.PLATFORMS, _sound, environ)
 
 
-def _left_out(name: str, error: BaseException) -> None:
-    log.warning("platform plug-in %r is left out: %s: %s", name, type(error).__name__, error)
+def _sound(name: str, vendor: Any) -> Vendor:
+    """A plug-in's module, if it has what a vendor defines, and in the form that the tables are read in."""
+    if name in _files():
+        raise ValueError(f"the name {name!r} is a built-in vendor's")
+    if missing := [each for each in NAMES if not hasattr(vendor, each)]:
+        raise AttributeError(f"{getattr(vendor, '__name__', vendor)} lacks {', '.join(missing)}")
+    for table, kind in (("ARCHS", Arch), ("PRODUCTS", Product)):
+        for key, facts in getattr(vendor, table).items():
+            if not isinstance(facts, kind) or facts.name != key:
+                raise TypeError(f"{table}[{key!r}] is {facts!r}; it must be the {kind.__name__} of that name")
+    for key, arch in vendor.ARCHS.items():
+        if arch.vendor != name:
+            raise ValueError(f"ARCHS[{key!r}] is of vendor {arch.vendor!r}; the plug-in's name is {name!r}")
+    if stray := [key for key, product in vendor.PRODUCTS.items() if product.arch not in vendor.ARCHS]:
+        raise ValueError(f"PRODUCTS[{stray[0]!r}] is of an arch that ARCHS does not have")
+    for op, providers in vendor.ORDER.items():
+        if op not in OPERATIONS or not isinstance(providers, tuple):
+            raise ValueError(f"ORDER[{op!r}] is {providers!r}; it must be a tuple of providers of an operation")
+    return cast(Vendor, vendor)
 
 
 def _find(device: str | torch.device | None, machine: Machine) -> Target:
@@ -185,18 +189,39 @@ def _device(name: str, vendor: Vendor, machine: Machine, index: int | None) -> T
     """The vendor's device `index`, or its current one; None when it has no such device."""
     if index is None:
         index = (machine.current() or 0) if _device_type(name, vendor) == "cuda" else 0
-    return _ask(name, vendor.probe, machine, index)
+    return _ask(name, vendor.probe, machine, index, right=partial(_is_of, name))
 
 
-def _ask(name: str, question: Callable[..., Answer], *about: object) -> Answer | None:
-    """What a vendor answers; None where a plug-in fails."""
-    try:
+def _of_vendor(name: str, facts: object) -> bool:
+    return isinstance(facts, Arch) and facts.vendor == name
+
+
+def _is_of(name: str, target: object) -> bool:
+    """Whether `probe` told of a device of its own vendor, on which torch can make a tensor."""
+    if not isinstance(target, Target) or target.vendor != name:
+        return False
+    torch.device(target.device)  # raises for a type that torch does not know
+    return True
+
+
+def _ask(
+    name: str, question: Callable[..., Answer], *about: object, right: Callable[[Any], bool] = lambda answer: True
+) -> Answer | None:
+    """What a vendor answers; None where a plug-in fails, hangs, or gives an answer that is not right."""
+    if name in _files():
         return question(*about)
-    except Exception as error:
-        if name in _files():
-            raise
-        _left_out(name, error)
+    if name in _hung:
         return None
+    try:
+        answer = plugins.ask(question, *about)
+        if answer is not None and not right(answer):
+            raise TypeError(f"{getattr(question, '__name__', 'it')} answered {answer!r}"[:300])
+    except Exception as error:
+        plugins.blame_named(plugins.PLATFORMS, name, error)
+        if isinstance(error, TimeoutError):
+            _hung.add(name)
+        return None
+    return answer
 
 
 def _device_type(name: str, vendor: Vendor) -> str:
@@ -211,7 +236,8 @@ def _why_not(name: str, vendor: Vendor, machine: Machine, index: int) -> str:
 def _describe(arch: str, product: str | None, known: Mapping[str, Vendor]) -> Target:
     facts: Arch | None = None
     for name, vendor in known.items():
-        if facts := _ask(name, getattr(vendor, "parse", vendor.ARCHS.get), arch):
+        parse = getattr(vendor, "parse", vendor.ARCHS.get)
+        if facts := _ask(name, parse, arch, right=partial(_of_vendor, name)):
             break
     if facts is None:
         archs = ", ".join(arch for vendor in known.values() for arch in vendor.ARCHS)

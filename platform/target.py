@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 OPERATIONS = (
@@ -17,7 +18,13 @@ OPERATIONS = (
     "ssd",
     "state_update",
     "state_copy",
+    "refresh",
+    "advance",
 )
+
+
+Range = tuple[int, "int | None"]  # least and most; None for no end
+ANY: Range = (0, None)
 
 
 def order(*providers: str, **exceptions: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -30,6 +37,33 @@ def order(*providers: str, **exceptions: tuple[str, ...]) -> dict[str, tuple[str
     if unknown:
         raise ValueError(f"operation {min(unknown)!r} is not one of {', '.join(OPERATIONS)}")
     return {op: (*exceptions.get(op, providers), "reference") for op in OPERATIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """Kernels that were measured beside each other: a row of a vendor's `MEASURED`, which refines its `ORDER`.
+
+    >>> row = Fastest("mla_decode", ("sm90",), ("flash_attn", "triton"), num_heads=(64, 128), reqs=(8, None))
+    >>> row.fits("mla_decode", "sm90", {"num_heads": 128, "reqs": 16}), row.fits("paged", "sm90", {})
+    (True, False)
+    """
+
+    op: str
+    archs: tuple[str, ...]
+    first: tuple[str, ...]  # providers or kernels, the fastest first; the vendor's order follows
+    num_heads: Range = ANY
+    qk_head_dim: Range = ANY
+    query_len: Range = ANY
+    seq_len: Range = ANY
+    reqs: Range = ANY
+    page_size: Range = ANY
+
+    def fits(self, op: str, arch: str, facts: Mapping[str, int]) -> bool:
+        """Whether every fact is in its range, ends included."""
+        if op != self.op or arch not in self.archs:
+            return False
+        ranges = ((getattr(self, name), value) for name, value in facts.items())
+        return all(least <= value and (most is None or value <= most) for (least, most), value in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

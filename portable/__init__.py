@@ -23,7 +23,7 @@ from portable.platform.target import Target
 from portable.select import Choice, select
 
 if TYPE_CHECKING:
-    from portable.mamba_copies import RunningStates
+    from portable.mamba_copies import RunningStates, plan_state_copies
     from portable.mamba_run import Mamba, StatePools, allocate_states
     from portable.mla_attention import MlaAttention
     from portable.mla_weights import MlaWeights
@@ -59,6 +59,7 @@ __all__ = [
     "describe",
     "detect",
     "merge_states",
+    "plan_state_copies",
     "select",
 ]
 
@@ -70,6 +71,7 @@ _LATER = {  # imported at their first use
     "SsmTensors": "states",
     "StatePools": "mamba_run",
     "allocate_states": "mamba_run",
+    "plan_state_copies": "mamba_copies",
 }
 
 

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.kernel import KV, PAGES, AttnOut, Kernel, Needs, Op
+from portable.kernel import ATTENTION, KV, PAGES, AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.limits import Limits
 from portable.mha import MhaPlan
 from portable.packages import Package, installed
+from portable.padded_plans import PaddedPlans
 from portable.parts import Parts
+from portable.persistent import Persistent
 from portable.platform.detect import detect
+from portable.plugin_kernels import fault, plugin_kernels
 from portable.ragged import next_power_of_2
 from portable.select import Choice, Request, parse_requested, requested_from_env, select, why_not_here
+from portable.sizes import Size
 from portable.slot import Slot
-from portable.variants import local
+from portable.variants import local, local_capacity, local_size
 from portable.verdicts import Verdicts, answer
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
     from portable.platform.target import Target
+    from portable.warmup import Launch
 
-log = logging.getLogger("portable")
 NO_TENSORS = LayerTensors()
 
 
@@ -40,25 +43,14 @@ NO_TENSORS = LayerTensors()
 def load_kernels() -> tuple[Kernel, ...]:
     """Every kernel of the backends folder, and of plug-ins of the entry-point group `portable.kernels`.
 
-    A plug-in is a module or tuple of kernels; `PORTABLE_PLUGINS` lists the names that may load (unset: all,
-    empty: none). One that fails to load is reported and left out.
+    `PORTABLE_PLUGINS` lists the names of those that may load (unset: all, empty: none). One that cannot be offered is
+    reported and left out.
     """
     kernels: list[Kernel] = []
     backends = importlib.import_module("portable.backends")
     for info in sorted(pkgutil.iter_modules(backends.__path__), key=lambda info: info.name):
         kernels += getattr(importlib.import_module(f"portable.backends.{info.name}"), "KERNELS", ())
-    allowed = os.environ.get("PORTABLE_PLUGINS")
-    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
-    for point in entry_points(group="portable.kernels"):
-        if names is None or point.name in names:
-            try:
-                loaded = point.load()
-                kernels += getattr(loaded, "KERNELS", loaded)
-            except (Exception, SystemExit) as error:
-                log.warning(
-                    "plug-in %s (%s) did not load: %s: %s", point.name, point.value, type(error).__name__, error
-                )
-    return tuple(kernels)
+    return (*kernels, *plugin_kernels(kernels))
 
 
 def available_kernels(device: torch.device | str | None = None) -> tuple[Kernel, ...]:
@@ -77,6 +69,8 @@ def verdicts_on(target: Target, packages: Mapping[str, Package]) -> Verdicts:
     """The verdicts of the self-test on a target's kernels."""
 
     def test(kernel: Kernel, target: Target) -> str | None:
+        if kernel.caps.op not in ATTENTION:
+            return fault(kernel, target)
         found: str | None = importlib.import_module("portable.backends.selftest").fault(kernel, target)
         return found
 
@@ -94,7 +88,7 @@ def self_test(device: str, names: Sequence[str]) -> None:
     )
 
 
-class Attention:
+class Attention(PaddedPlans[MhaPlan]):
     """All the attention layers of a model that share one `Layer`.
 
     Args:
@@ -134,10 +128,7 @@ class Attention:
     ) -> None:
         if layer.family != "gqa":
             raise ValueError(f"layer.family is {layer.family!r}; Attention serves 'gqa' layers")
-        limits = {"page_size": page_size, "max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
-        for name, value in limits.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        self.limits = Limits(page_size=page_size, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         if layer.chunk is not None and layer.chunk % page_size:
             raise UnsupportedError(f"chunk {layer.chunk} is not a multiple of page_size {page_size}")
         self.layer = layer
@@ -173,14 +164,30 @@ class Attention:
             verdict=self._kernels.verdicts,
         )
 
-    def plan(self, step: Batch | Parts, *, slot: int = 0) -> MhaPlan:
+    def plan(self, step: Batch | Parts, *, pad_to: int | Size | None = None, slot: int = 0) -> MhaPlan:
         """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
 
         A layer with a `chunk` gets `variants.local` of the step. `Parts` run one by one and are merged.
 
+        Args:
+            pad_to: what the step is padded to, for a graph: a size, or so many requests with as many new tokens each
+                as the step's have. All that `run` and `write` read then lies where it lay in the last plan of this size
+                on this slot, so that a graph captured with one plan is replayed after another. The step may be on the
+                host: one copy brings it to the device, and of its block table only what changed.
+            slot: plans of several slots live at the same time, in memory of their own.
+
         Raises:
-            ValueError: the step is larger than this object was made for, on another device, or of another page size.
-            UnsupportedError: parts, a shard or a cross step, for a layer whose mask depends on positions.
+            ValueError: the step is larger than this object was made for, on another device, or of another page size; it
+                does not fit into `pad_to`.
+            UnsupportedError: parts, a shard or a cross step, for a layer whose mask depends on positions; no kernel can
+                be captured for `pad_to`.
+            RuntimeError: a step is padded to a size while a graph is being captured.
+
+        >>> layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+        >>> Attention(layer, page_size=4, device="cpu").plan(Batch.from_lens([1], [5], block_table=[[3, 6]],
+        ...     page_size=4), pad_to=8)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        portable.layer.UnsupportedError: no kernel can serve paged on cpu ... graph level SINGLE is above NEVER...
         """
         parts = step.batches if isinstance(step, Parts) else (step,)
         if any(not part.self_attention for part in parts) and (
@@ -189,14 +196,43 @@ class Attention:
             raise UnsupportedError("keys that are not a whole sequence, for a layer with a window, ALiBi or chunks")
         if parts[0].block_table is None:
             parts[0].needs_exact("attention over contiguous K/V")
-        self._check(parts[0])
+        if pad_to is not None:
+            return self._plan_padded(step, pad_to, slot)
+        self.limits.check(parts[0], self.device, "Attention")
         if self.layer.chunk is not None:
             parts = (local(parts[0], self.layer.chunk),)
-        if slot not in self._slots:
-            self._slots[slot] = Slot(self.layer, self._kernels)
-        plan = self._slots[slot].renew(parts)
+        return self._kept(self._slot(slot).renew(parts))
+
+    def _plan_padded(self, step: Batch | Parts, pad_to: int | Size, slot: int) -> MhaPlan:
+        if isinstance(step, Parts):
+            raise UnsupportedError("step is in Parts (a tree, a shared prefix), which are not padded to a size")
+        size, chunk = self._checked_size(step, pad_to), self.layer.chunk
+        if chunk is not None:
+            step, size = local(step, chunk), local_size(size, chunk)
+        return self._renew_padded(step, size, slot)
+
+    def _kept(self, plan: MhaPlan) -> MhaPlan:
         self._plans[plan.handle] = plan
         return plan
+
+    def _slot(self, slot: int) -> Slot:
+        if slot not in self._slots:
+            self._slots[slot] = Slot(self.layer, self._kernels)
+        return self._slots[slot]
+
+    def _slot_of(self, plan: MhaPlan) -> Slot:
+        return next(slot for slot in self._slots.values() if slot.handle == plan.handle)
+
+    def workspace_bytes(self) -> int:
+        """Bytes of the device that padded plans hold: the memory of their slots, and what kernels prepared in it."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def _memory(self) -> Persistent:
+        chunk = self.layer.chunk
+        if chunk is None:
+            return super()._memory()
+        reqs = local_capacity(self.max_reqs, self.max_tokens, chunk)
+        return Persistent(reqs, self.max_tokens, chunk, self.page_size, self.device)
 
     def warmup(
         self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True, cache: KV | None = None,
@@ -223,32 +259,12 @@ class Attention:
         """
         from portable import warmup
 
-        limits = warmup.Limits(
-            page_size=self.page_size, max_reqs=self.max_reqs, max_tokens=self.max_tokens, max_seq_len=self.max_seq_len
-        )
-        lens = limits.query_lens if query_lens is None else tuple(query_lens)
-        most = min(self.max_tokens, self.max_seq_len)
-        for length in lens:
-            if not 1 <= length <= most:
-                raise ValueError(f"query_lens holds {length}; lengths are 1 to {most}")
-        lses = (False, True) if return_lse else (False,)
-        for op, needs in warmup.needs(self.layer, limits, lens, lses):
-            self._kernels.choice(op, needs)
-        self._kernels.settle()
-        given = warmup.example(self.layer) if tensors is None else tensors
-        pages = tuple(warmup.caches(self.layer, self.page_size)) if cache is None else (KV(*cache),)
-        here = self.target.device != "cpu" or self.target.emulated
-        if not here or not any(kernel.caps.provider == warmup.OURS for kernel in load_kernels()):
-            return 0
-        launching = importlib.import_module("portable.backends.triton.launch")
-        return warmup.warm(
-            self.layer,
-            self._kernels,
-            lambda: launching.recorded(self.target),
-            lambda calls: int(launching.warmup(calls, self.device)),
-            warmup.steps(limits, lens),
-            pages,
-            given,
+        lens, lses = self.limits.checked(query_lens), (False, True) if return_lse else (False,)
+        return self._kernels.warm(
+            warmup.needs(self.layer, self.limits, lens, lses),
+            warmup.steps(self.limits, lens),
+            tuple(warmup.caches(self.layer, self.page_size)) if cache is None else (KV(*cache),),
+            warmup.example(self.layer) if tensors is None else tensors,
             lses,
         )
 
@@ -301,19 +317,6 @@ class Attention:
         ops.attend(q, k_cache, v_cache, k, v, *tensors, out, lse, plan.handle)
         return AttnOut(out, lse)
 
-    def _check(self, batch: Batch) -> None:
-        for name, value, limit in (
-            ("requests", batch.num_reqs, self.max_reqs),
-            ("tokens", batch.num_tokens, self.max_tokens),
-            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
-        ):
-            if value > limit:
-                raise ValueError(f"the batch has {value} {name}, above the {limit} that this Attention was made for")
-        if batch.block_table is not None and batch.page_size != self.page_size:
-            raise ValueError(f"the batch has page_size {batch.page_size}; this Attention was made for {self.page_size}")
-        if batch.device != self.device:
-            raise ValueError(f"the batch is on {batch.device}; this Attention runs on {self.device}")
-
     def _check_current(self, plan: MhaPlan) -> None:
         if torch.compiler.is_compiling():
             return
@@ -350,6 +353,37 @@ class Kernels:
         for key in tuple(self._choices):
             while self.verdicts.settle(self.choice(*key).kernel, each) is not None:
                 del self._choices[key]
+
+    def warm(
+        self,
+        asked: Iterable[tuple[Op, Needs]],
+        batches: Iterable[Batch],
+        pages: tuple[KV, ...],
+        tensors: LayerTensors,
+        lses: tuple[bool, ...],
+        launch: Launch | None = None,
+    ) -> int:
+        """Choose and settle all that is asked for, and compile ours for these steps; see `warmup.warm`."""
+        from portable import warmup
+
+        for op, needs in asked:
+            self.choice(op, needs)
+        self.settle()
+        here = self.target.device != "cpu" or self.target.emulated
+        if not here or not any(kernel.caps.provider == warmup.OURS for kernel in load_kernels()):
+            return 0
+        launching, device = importlib.import_module("portable.backends.triton.launch"), torch.device(self.target.device)
+        return warmup.warm(
+            self.layer,
+            self,
+            lambda: launching.recorded(self.target),
+            lambda calls: int(launching.warmup(calls, device)),
+            batches,
+            pages,
+            tensors,
+            lses,
+            launch,
+        )
 
     def of(self, layer: Layer) -> Kernels:
         """The kernels of another layer on the same target."""

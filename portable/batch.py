@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.block_table import BlockTable
 from portable.lengths import (
     MAX_INT32,
     Int32,
@@ -61,6 +64,7 @@ class Batch:
     max_seq_len: int
     self_attention: bool = True  # the last keys of a sequence are its new tokens
     view: View | None = None  # set by variants that pick pages
+    pages: BlockTable | None = None  # whose first rows `block_table` was made of
 
     @classmethod
     def from_lens(
@@ -68,7 +72,7 @@ class Batch:
         query_lens: Lens,
         seq_lens: Lens,
         *,
-        block_table: npt.ArrayLike | torch.Tensor | None = None,
+        block_table: npt.ArrayLike | torch.Tensor | BlockTable | None = None,
         page_size: int = 1,
         causal: bool | torch.Tensor = True,
         is_prefilling: npt.ArrayLike | None = None,
@@ -80,7 +84,8 @@ class Batch:
             query_lens: [B] new tokens of each request.
             seq_lens: [B] tokens of each request once the new ones are written: context + new.
             block_table: [B, W] page ids, W at least ceil(seq_len / page_size) of every row. It is read until the
-                next plan, not copied where it is an int32 array on the same device. None for a batch without a cache.
+                next plan, not copied where it is an int32 array on the same device; of a `BlockTable` the first B
+                rows. None for a batch without a cache.
             page_size: tokens per page.
             causal: bottom-right aligned causal mask, for all or for each request ([B] bool).
             is_prefilling: [B] bool, requests whose prompt is still being read.
@@ -94,6 +99,9 @@ class Batch:
         if device is None:
             device = block_table.device if isinstance(block_table, torch.Tensor) else "cpu"
         device = torch.device(device)
+        pages = block_table if isinstance(block_table, BlockTable) else None
+        if pages is not None:
+            block_table = pages.rows(q.size)
         cu = cu_from_lens(q)
         if block_table is None:
             cu_device, s_device = upload((cu, s), device)
@@ -117,7 +125,55 @@ class Batch:
             if device.type != "cpu" or (new_slots.size and new_slots.min() < 0):
                 check_pages(host, s, page_size)
             cu_device, s_device, table, slots = upload((cu, s, host, new_slots), device)
-        return cls._of(q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True)
+        return cls._of(
+            q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True, pages=pages
+        )
+
+    @classmethod
+    def decode(
+        cls, seq_lens: Lens, block_table: npt.NDArray[np.integer] | BlockTable, *, page_size: int
+    ) -> Batch:
+        """`from_lens` of one new token for each request, on the host: what a plan that is padded to a size takes.
+
+        In half the time: 15 us for 256 requests.
+
+        >>> batch = Batch.decode(np.array([5, 2]), np.array([[3, 7], [1, 0]]), page_size=4)
+        >>> batch.cu_seqlens_q.tolist(), batch.slot_mapping.tolist()
+        ([0, 1, 2], [28, 5])
+        """
+        s = as_lens("seq_lens", seq_lens)
+        steps = _single(s.size)
+        check_page_size(page_size)
+        if s.size and s.min() < 1:
+            raise ValueError(f"row {int(s.argmin())}: seq_len is {s.min()}; it counts the new token too")
+        if isinstance(block_table, BlockTable):
+            table, pages = block_table.rows(s.size), block_table
+        else:
+            table, pages = as_table(as_array("block_table", block_table)), None
+        check_table(table, steps.ones, s, page_size)
+        last = s - steps.ones
+        slots = table[steps.rows, last // page_size].astype(np.int64) * page_size + last % page_size
+        if slots.size and slots.min() < 0:
+            check_pages(table, s, page_size)
+        return cls(
+            cu_seqlens_q=steps.cu_device,
+            seq_lens=torch.from_numpy(s),
+            block_table=torch.from_numpy(table),
+            slot_mapping=torch.from_numpy(slots),
+            page_size=page_size,
+            causal=True,
+            query_lens=steps.ones,
+            host_cu_seqlens_q=steps.cu,
+            host_seq_lens=s,
+            exact=True,
+            is_prefilling=None,
+            num_reqs=s.size,
+            num_tokens=s.size,
+            padded_tokens=s.size,
+            max_query_len=min(1, s.size),
+            max_seq_len=int(s.max(initial=0)),
+            pages=pages,
+        )
 
     @classmethod
     def from_tensors(
@@ -265,6 +321,7 @@ class Batch:
         is_prefilling: npt.ArrayLike | None,
         *,
         exact: bool,
+        pages: BlockTable | None = None,
     ) -> Batch:
         if isinstance(causal, np.bool_):
             causal = bool(causal)
@@ -296,6 +353,7 @@ class Batch:
             padded_tokens=int(cu[-1]) if slots is None else slots.numel(),
             max_query_len=int(q.max(initial=0)),
             max_seq_len=int(s.max(initial=0)),
+            pages=pages,
         )
 
     @property
@@ -384,3 +442,21 @@ class Batch:
             rows = self.padded_reqs - self.view.rows.size  # of padding, on page 0
             table = torch.nn.functional.pad(self.view.of(table), (0, 0, 0, rows))
         return replace(self, block_table=table, slot_mapping=slot_mapping, page_size=page_size)
+
+
+class _Single(NamedTuple):
+    """What all steps of so many requests with one new token each share; read only."""
+
+    ones: Int32
+    rows: Int32
+    cu: Int32
+    cu_device: torch.Tensor
+
+
+@lru_cache(maxsize=1024)
+def _single(num_reqs: int) -> _Single:
+    cu = torch.arange(num_reqs + 1, dtype=torch.int32)
+    made = np.ones(num_reqs, np.int32), np.arange(num_reqs, dtype=np.int32), np.arange(num_reqs + 1, dtype=np.int32)
+    for array in made:
+        array.flags.writeable = False
+    return _Single(*made, cu)

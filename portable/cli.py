@@ -16,6 +16,9 @@ COMMANDS = {  # command -> (module, what it does); a module is imported only for
     "explain": ("portable.explain_cli", "which kernel serves each operation of a layer, and why"),
     "generate": ("portable.generate_cli", "generate text with a local model"),
     "bench": ("portable.bench", "measure kernels and generation"),
+    "conformance": ("portable.conformance.command", "prove every kernel of a device, feature by feature"),
+    "matrix": ("portable.matrix", "the lanes of CI: workflows from them, and one report of their results"),
+    "new-vendor": ("portable.new_vendor", "write a package that adds a vendor's devices and kernels"),
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from portable import plugins
 from portable.explain import spell_target
 from portable.kernel import Kernel
 from portable.packages import Package, VendorPackage, inspect, installed, known_packages, why_closed
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from portable.platform.target import Target
 
 SCHEMA = 1
-GROUPS = ("portable.platforms", "portable.kernels")
 VARIABLES = {
     "PORTABLE_BACKEND": "forces kernels: a provider or kernel name, or op=name,...",
     "PORTABLE_CACHE_DIR": "where converted models and compiled kernels are kept",
     "PORTABLE_DEVICE": "the device when none is named",
     "PORTABLE_LOG": "what is reported on stderr: debug, info, warning or error",
-    "PORTABLE_PLUGINS": "the plug-ins that may load; empty: none",
+    plugins.VARIABLE: "the plug-ins that may load; empty: none",
 }
 
 
@@ -58,8 +57,9 @@ def report(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "versions": _versions(),
         "packages": {package.name: _package(package, target, request) for package in known_packages()},
         "environment": attempt("environment", partial(_environment, environ), {}),
-        "plugins": {group: attempt(group, partial(_plugins, group, environ), []) for group in GROUPS},
-        "kernels": [] if target is None else attempt("kernels", partial(_kernels, target, request), []),
+        "kernels": attempt("kernels", partial(_kernels, target, request), []),
+        # after the kernels, whose look-up loads plug-ins
+        "plugins": {group: attempt(group, partial(_plugins, group, environ), []) for group in plugins.GROUPS},
         "cache_dir": attempt("cache_dir", _cache_dir),
     }
     return {**found, "problems": problems}
@@ -160,15 +160,16 @@ def _environment(environ: Mapping[str, str]) -> dict[str, dict[str, str | None]]
 
 
 def _plugins(group: str, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    allowed = environ.get("PORTABLE_PLUGINS")
-    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
-    points = sorted(importlib.metadata.entry_points(group=group), key=lambda point: point.name)
-    return [{"name": p.name, "value": p.value, "allowed": names is None or p.name in names} for p in points]
+    names = ("name", "value", "distribution", "allowed", "state", "problem")
+    return [{name: getattr(plugin, name) for name in names} for plugin in plugins.listed(group, environ)]
 
 
-def _kernels(target: Target, request: Request | None) -> list[dict[str, Any]]:
+def _kernels(target: Target | None, request: Request | None) -> list[dict[str, Any]]:
     from portable.attention import load_kernels, verdicts_on
 
+    if target is None:
+        load_kernels()  # for what becomes of the plug-ins
+        return []
     packages = installed(target, request)
     verdicts = verdicts_on(target, packages)
     return [_kernel(kernel, target, packages, verdicts) for kernel in load_kernels()]
@@ -180,12 +181,13 @@ def _kernel(kernel: Kernel, target: Target, packages: Mapping[str, Package], ver
     return {
         "name": kernel.name,
         "provider": caps.provider,
+        "plugin": kernel.plugin,
         "op": str(caps.op),
         "usable": not reasons,
         "reasons": list(reasons),
         "dtypes": listed(caps.dtypes).removeprefix("one of "),
         "features": sorted(caps.features),
-        "graph": caps.graph.name,
+        "graph": caps.graph_level.name,
     }
 
 
@@ -221,9 +223,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     ):
         yield from _titled(title, [(str(name), str(value)) for name, value in rows])
     yield from _titled("packages", [_verdict(name, found["packages"][name]) for name in sorted(found["packages"])])
-    plugins = [(p["name"], p["value"] if p["allowed"] else "PORTABLE_PLUGINS leaves it out") for g in GROUPS
-               for p in found["plugins"][g]]  # fmt: skip
-    yield from _titled("plug-ins", plugins)
+    brought = [_plugin_row(group, plugin) for group, each in found["plugins"].items() for plugin in each]
+    yield from _titled("plug-ins", brought)
     yield from _titled("kernels", [_kernel_row(kernel) for kernel in found["kernels"]])
     yield from _titled("cache", [("folder", str(found["cache_dir"]))])
 
@@ -238,6 +239,12 @@ def _environment_rows(environment: Mapping[str, Mapping[str, str | None]]) -> li
 def _verdict(name: str, package: Mapping[str, Any]) -> tuple[str, ...]:
     mark = {True: "yes", False: "no", None: "not used"}[package["usable"]]
     return (mark, name, package["version"] or "-", package["problem"] or "")
+
+
+def _plugin_row(group: str, plugin: Mapping[str, Any]) -> tuple[str, ...]:
+    mark = {"loaded": "yes", "left out": "no"}.get(plugin["state"], "not used")
+    why = "PORTABLE_PLUGINS leaves it out" if plugin["state"] == "not allowed" else plugin["problem"] or plugin["state"]
+    return (mark, group, plugin["name"], plugin["distribution"] or plugin["value"], why)
 
 
 def _kernel_row(kernel: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.utils import canonicalize_name
 
-from portable.kernel import Kernel, Needs, Op
+from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
+from portable.levels import Level, effective, levels
 from portable.packages import Package
-from portable.select import Choice, Reasons, Request, Verdict, parse_requested, select, survey, vendor_order
+from portable.select import Choice, Reasons, Request, Verdict, parse_requested, select, survey
 from portable.sets import short
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class Explanation:
     page_size: int
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    levels: tuple[Level, ...] = ()
+
+    @property
+    def level(self) -> GraphLevel:
+        """The steps that can be captured: the least that the kernels declare which are chosen for a graph."""
+        return effective(self.levels)
 
     @property
     def complete(self) -> bool:
@@ -64,7 +71,9 @@ class Explanation:
             }
             for row in self.rows
         ]
-        return {"layer": layer, "page_size": self.page_size, "rows": rows, "notes": list(self.notes)}
+        levels = [{"level": at.level.name, "kernels": list(at.kernels), "limit": at.limit} for at in self.levels]
+        graphs = {"level": self.level.name, "levels": levels}
+        return {"layer": layer, "page_size": self.page_size, "rows": rows, "graphs": graphs, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -81,6 +90,10 @@ class Explanation:
                 yield f"    not {name}: {'; '.join(reasons)}"
             if first.choice and first.choice.alternatives:
                 yield f"    also able: {', '.join(first.choice.alternatives)}"
+        if self.levels:
+            yield ""
+            yield f"graphs: {self.level.name}"
+            yield from (f"    {level}" for level in self.levels)
         if self.notes:
             yield ""
             yield from (f"note: {note}" for note in self.notes)
@@ -110,17 +123,21 @@ def explain(
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
     every, request = tuple(kernels), parse_requested(requested)
     packages = {} if installed is None else installed
-    ranking = vendor_order(target) if order is None else order
     rows = []
     for op, phase, needs in cases_of(layer, page_size) if cases is None else cases:
         try:
-            choice = select(op, target, layer, needs, request, packages, every, ranking, verdict)
+            choice = select(op, target, layer, needs, request, packages, every, order, verdict)
         except UnsupportedError:
-            how, asked = survey(op, target, layer, needs, request, packages, every, ranking, verdict)
+            how, asked = survey(op, target, layer, needs, request, packages, every, order, verdict)
             rows.append(Row(op, phase, needs, None, tuple((kernel.name, reasons) for kernel, reasons in asked), how))
         else:
             rows.append(Row(op, phase, needs, choice, choice.rejected, choice.how))
-    return Explanation(target, layer, page_size, tuple(rows), tuple(notes))
+
+    def candidates(op: Op, needs: Needs) -> tuple[tuple[Kernel, Reasons], ...]:
+        return survey(op, target, layer, needs, request, packages, every, order, verdict)[1]
+
+    captured = levels(layer, page_size, candidates) if cases is None else ()
+    return Explanation(target, layer, page_size, tuple(rows), tuple(notes), captured)
 
 
 def cases_of(layer: Layer, page_size: int, *, lse: bool = False, seq_len: int = 4096) -> tuple[Case, ...]:

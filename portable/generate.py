@@ -12,18 +12,17 @@ import torch
 
 from portable.attention import Attention
 from portable.batch import Batch
-from portable.cache import allocate_cache, token_bytes
+from portable.cache import token_bytes
+from portable.generate_caches import allocate_caches, up_projections
+from portable.generate_graphs import DecodeGraphs
 from portable.generate_states import FAMILIES as RECURRENT
 from portable.generate_states import Recurrent
-from portable.kernel import KV
 from portable.layer import Layer, LayerTensors
 from portable.mamba_run import Mamba
-from portable.mha import MhaPlan
-from portable.mla import MlaPlan
 from portable.mla_attention import MlaAttention
-from portable.mla_weights import MlaWeights
 from portable.model_attention import Call, answering
 from portable.model_mamba import answering_states
+from portable.platform.graphs import runtime
 from portable.prefix import PrefixScheduler
 from portable.schedule import Chunk, Request, Scheduler
 from portable.state_slots import StateSlots
@@ -46,6 +45,7 @@ class Stats:
     """What a run of the engine took."""
 
     steps: int = 0
+    graph_steps: int = 0  # that were replays of a captured graph
     prompt_tokens: int = 0  # computed: those of a preempted request count again
     generated_tokens: int = 0
     preemptions: int = 0
@@ -96,6 +96,7 @@ class Engine:
         device: as for `Attention`; None for the model's.
         backend: as for `Attention`.
         prefix_caching: keep pages, and states at their ends, for requests that begin with the same tokens.
+        graphs: capture steps that decode only, where the device has graphs.
 
     Raises:
         ValueError, UnsupportedError: a size below 1, an unknown backend, or a layer that no kernel serves.
@@ -115,6 +116,7 @@ class Engine:
         device: torch.device | str | None = None,
         backend: str | None = None,
         prefix_caching: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
@@ -159,6 +161,9 @@ class Engine:
         }
         self.weights = up_projections(model, self.layers)
         self.stats = Stats()
+        self.graphs: DecodeGraphs | None = None
+        if graphs and runtime(self.device) is not None:
+            self.graphs = DecodeGraphs(self.planners, self._forward, max_reqs)
 
     @property
     def planners(self) -> Mapping[Layer, Attention | MlaAttention | Mamba]:
@@ -218,28 +223,43 @@ class Engine:
             positions += range(chunk.start, end)
             if chunk.samples:
                 last.append(len(ids) - 1)
-        inputs = torch.tensor([ids, positions], device=self.device)
-        batch = self._batch(chunks)
-        plans = {layer: attention.plan(batch) for layer, attention in self.attentions.items()}
-        with ExitStack() as stack:
-            stack.enter_context(answering(self._answer(plans)))
-            if self.recurrent is not None:
-                stack.enter_context(answering_states(self.recurrent.plan(batch, chunks)))
-            output = self.model(
-                input_ids=inputs[:1],
-                position_ids=inputs[1:],
-                use_cache=False,
-                logits_to_keep=torch.tensor(last, dtype=torch.long, device=self.device),
-            )
+        tokens = torch.tensor([ids, positions]).t()
+        replay = self.graphs is not None and self.graphs.serves(chunks)
+        steps = self._steps(chunks, self._batch(chunks, "cpu" if replay else self.device))
+        logits = self.graphs(steps, tokens) if self.graphs is not None and replay else None
+        if logits is not None:
+            self.stats.graph_steps += 1
+        else:
+            if replay:  # it could not be captured
+                steps = {layer: _moved(step, self._batch(chunks, self.device)) for layer, step in steps.items()}
+            plans = {layer: _plan(planner, steps[layer]) for layer, planner in self.planners.items()}
+            keep = torch.tensor(last, dtype=torch.long, device=self.device)
+            logits = self._forward(plans, tokens.to(self.device), keep)
         requests = [chunk.request for chunk in chunks if chunk.samples]
         if not requests:
             return []
-        logits = output.logits[0]
         if on_logits is not None:
             on_logits(requests, logits)
         return [Token(request, id) for request, id in zip(requests, sampling(logits, requests), strict=True)]
 
-    def _batch(self, chunks: list[Chunk]) -> Batch:
+    def _steps(self, chunks: list[Chunk], batch: Batch) -> dict[Layer, Any]:
+        """What each planner plans, once the running states are where the step stores them."""
+        steps: dict[Layer, Any] = dict.fromkeys(self.attentions, batch)
+        return steps if self.recurrent is None else steps | self.recurrent.asked(batch, chunks)
+
+    def _forward(self, plans: Mapping[Layer, Any], tokens: torch.Tensor, last: torch.Tensor | int = 0) -> torch.Tensor:
+        """Logits [n, V] of the tokens numbered `last`, 0 for all of them, from ids and positions [T, 2]."""
+        with ExitStack() as stack:
+            stack.enter_context(answering(self._answer(plans)))
+            if self.recurrent is not None:
+                stack.enter_context(answering_states(self.recurrent.answer(plans)))
+            output = self.model(
+                input_ids=tokens[None, :, 0], position_ids=tokens[None, :, 1], use_cache=False, logits_to_keep=last
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _batch(self, chunks: list[Chunk], device: torch.device | str | None = None) -> Batch:
         scheduler = self.scheduler
         seq_lens = [chunk.start + chunk.length for chunk in chunks]
         width = -(-max(seq_lens) // scheduler.page_size)
@@ -248,23 +268,22 @@ class Engine:
             seq_lens=seq_lens,
             block_table=scheduler.block_table[[chunk.request.row for chunk in chunks], :width],
             page_size=scheduler.page_size,
-            device=self.device,
+            device=self.device if device is None else device,
         )
 
-    def _answer(self, plans: dict[Layer, MhaPlan | MlaPlan]) -> Callable[[Call], torch.Tensor]:
+    def _answer(self, plans: Mapping[Layer, Any]) -> Callable[[Call], torch.Tensor]:
         """The attention of this step: write the new tokens to their pages, then attend."""
 
         def answer(call: Call) -> torch.Tensor:
             layer, cache = self.layers[call.layer_idx], self.caches[call.layer_idx]
             attention, plan = self.attentions[layer], plans[layer]
             if isinstance(attention, MlaAttention):
-                assert isinstance(plan, MlaPlan) and call.latents is not None
+                assert call.latents is not None
                 q_nope, q_pe = call.q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
                 k_pe = call.k[:, 0, layer.qk_nope_head_dim :]  # the same in every head
                 attention.write(call.latents, k_pe, cache, plan)
                 weights = self.weights[call.layer_idx]
                 return attention.run(q_nope, q_pe, call.latents, k_pe, cache, plan, weights).out
-            assert isinstance(plan, MhaPlan)
             tensors = LayerTensors(sinks=call.sinks)
             attention.write(call.k, call.v, cache, plan, tensors)
             return attention.run(call.q, cache, plan, k=call.k, v=call.v, tensors=tensors).out
@@ -272,30 +291,13 @@ class Engine:
         return answer
 
 
-def up_projections(model: Any, layers: Sequence[Layer]) -> dict[int, MlaWeights]:
-    """The up-projection of each MLA layer, by its index."""
-    return {
-        module.layer_idx: MlaWeights.from_kv_b_proj(module.kv_b_proj, layers[module.layer_idx])
-        for module in model.modules()
-        if hasattr(module, "kv_b_proj") and layers[module.layer_idx].family == "mla"
-    }
+def _plan(planner: Any, step: Batch | dict[str, Any]) -> Any:
+    return planner.plan(**step) if isinstance(step, dict) else planner.plan(step)
 
 
-def allocate_caches(layers: Sequence[Layer], num_pages: int, page_size: int, device: torch.device | str) -> list[KV]:
-    """The pages of each layer, or a ValueError that says how much they would take."""
-    try:
-        return [
-            KV(torch.empty(0), None)  # its states are kept elsewhere
-            if layer.family in RECURRENT
-            else allocate_cache(layer, num_pages, page_size, device)
-            for layer in layers
-        ]
-    except (MemoryError, RuntimeError) as error:
-        bytes_each = sum(map(token_bytes, layers))
-        raise ValueError(
-            f"num_pages {num_pages} of page_size {page_size} take {num_pages * page_size * bytes_each >> 30} GiB, "
-            f"which {device} does not have; ask for fewer or smaller pages"
-        ) from error
+def _moved(step: Batch | dict[str, Any], batch: Batch) -> Batch | dict[str, Any]:
+    """The same step on another device."""
+    return {**step, "batch": batch} if isinstance(step, dict) else batch
 
 
 def enough_pages(

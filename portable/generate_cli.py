@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=sorted(DTYPES), help="of the model (default: float32 on a CPU, else bfloat16)")
     add("--backend", metavar="NAME", help="force a backend or kernel, or op=name,... (default: the best)")
     add("--prefix-caching", action="store_true", help="keep pages and states for prompts that begin alike")
+    add("--no-graphs", action="store_true", help="launch each kernel of a decode by itself, and capture no graphs")
     add("--check", action="store_true", help="compare with transformers' eager attention, greedy in float32")
     add("--json", action="store_true", help="print one JSON document, nothing else")
 
@@ -102,6 +103,7 @@ def prepare(args: argparse.Namespace) -> Job:
         device=args.device,
         backend=args.backend,
         prefix_caching=args.prefix_caching,
+        graphs=not args.no_graphs,
     )
     for request in requests:
         engine.scheduler.check(request)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from portable.batch import Batch
 from portable.layer import Layer
+from portable.mamba import MambaPlan
+from portable.mamba_copies import plan_state_copies
 from portable.mamba_run import Mamba, allocate_states
 from portable.model_mamba import Answer, Bound
 from portable.schedule import Chunk
@@ -59,17 +62,26 @@ class Recurrent:
 
     def plan(self, batch: Batch, chunks: Sequence[Chunk]) -> Answer:
         """Bring the running states where the step stores them, and bind each layer to the plan of its kind."""
+        asked = self.asked(batch, chunks)
+        return self.answer({layer: mamba.plan(**asked[layer]) for layer, mamba in self.mambas.items()})
+
+    def asked(self, batch: Batch, chunks: Sequence[Chunk]) -> dict[Layer, dict[str, Any]]:
+        """What `Mamba.plan` of each kind of layer takes, once the running states are where the step stores them."""
         rows = np.array([chunk.request.row for chunk in chunks])
         table, running = rows[:, None].astype(np.int32), None
         if self.slots is not None:
             moves = self.slots.before(chunks)
             if moves.rows.size:
-                next(iter(self.mambas.values())).copy(list(self.pools.values()), moves, self.slots.table)
+                pairs = plan_state_copies(moves, self.slots.table)
+                next(iter(self.mambas.values())).copy((list(self.pools.values()), pairs))
             table, running = self.slots.table[rows], self.slots.states.running[rows]
-        plans = {layer: mamba.plan(batch, table, running=running) for layer, mamba in self.mambas.items()}
+        return {layer: {"batch": batch, "table": table, "running": running} for layer in self.mambas}
 
-        def answer(index: int) -> Bound:
+    def answer(self, plans: Mapping[Layer, MambaPlan]) -> Answer:
+        """Each layer bound to the plan of its kind."""
+
+        def bound(index: int) -> Bound:
             layer = self.layers[index]
             return Bound(self.mambas[layer], self.pools[index], plans[layer])
 
-        return answer
+        return bound

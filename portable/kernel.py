@@ -19,12 +19,23 @@ views with unit last stride. Pools hold any float type; a slot's memory is dense
                                                                      pool [slots, W - 1, C], the newest input last
     SSD             run(x, dt, b, c, z, pool, states, layer, tensors, out)    states: PrefillStates
     STATE_UPDATE    run(x, dt, b, c, z, pool, states, layer, tensors, out)    states: DecodeStates
-    STATE_COPY      run(pools, copies)                               copies [n, 2] i64, (from, to); negative: no copy
+    STATE_COPY      run(pools, copies, cu_copies)                    the pools of each group; copies [n, 2] i64,
+                                                                     (from, to) of all groups; negative: no copy
+
+Persistent metadata of graphs, changed on the device, without a wait:
+
+    REFRESH         run(index, pages, cells)    index [E] i64, pages [E] i32, cells [n] i32 of a block table:
+                                                cells[index] = pages; an index outside of the cells is no entry
+    ADVANCE         run(seq_lens, block_table, slot_mapping, positions, page_size, max_seq_len)
+                                                [n] i32, [n, W] i32, [n] i64, [n] i64 or None: a request of 1 to
+                                                max_seq_len - 1 keys gets one more token, its slot and position;
+                                                others get slot -1 and keep what they have
 
 x, z and out are [T, H, P] (z or None), dt [T, H], b and c [T, G, N], pool [slots, H, P, N] and `tensors` a SsmTensors:
 state = exp(dt a) state + dt x b, out = (state c + d x) silu(z). Mamba-1 has a head per channel, so P is 1.
-CONV1D takes both kinds of states. STATE_COPY copies the same pairs in every pool, in the order of the list, so a slot
-may be read and then written.
+CONV1D takes both kinds of states. STATE_COPY copies the pairs cu_copies[g] to cu_copies[g + 1], [groups + 1] i32 on the
+device, in every pool of pools[g], in the order of the list, so a slot may be read and then written. Groups share no
+memory that is written, and run at the same time.
 
 `out` [T, H, Dv] and `lse` [H, T] f32 (or None) are written in place and may be strided views; nothing is returned.
 """
@@ -61,6 +72,8 @@ class Op(str, Enum):
     SSD = "ssd"
     STATE_UPDATE = "state_update"
     STATE_COPY = "state_copy"
+    REFRESH = "refresh"
+    ADVANCE = "advance"
 
     def __str__(self) -> str:
         return self.value
@@ -139,6 +152,7 @@ class Needs:
     lse: bool = False
     graph: GraphLevel = GraphLevel.NEVER
     num_pages: int | None = None  # of the cache; None where it is not known
+    reqs: int = 1  # requests of the segment, a bucket as well, where measurements tell it apart; no kernel refuses it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +206,8 @@ class KernelCaps:
     conv_widths: Sizes = NO_SIZE
     features: frozenset[str] = frozenset()
     lse: LseForm = LseForm()
-    graph: GraphLevel = GraphLevel.NEVER
+    # None: NEVER for attention, whose host numbers differ from step to step; ALWAYS for what is given tensors alone
+    graph: GraphLevel | None = None
     pad_slot: int = -1  # what a padded row holds in slot_mapping and state_indices
     padded_seq_len: int = 0  # what a padded row holds in seq_lens
     max_block_id: int | None = None
@@ -208,6 +223,13 @@ class KernelCaps:
         if self.page_form not in ("table", "csr"):
             raise ValueError(f"{self.name}: page_form is {self.page_form!r}; it must be 'table' or 'csr'")
 
+    @property
+    def graph_level(self) -> GraphLevel:
+        """The level that is declared, or that of the operation."""
+        if self.graph is not None:
+            return self.graph
+        return GraphLevel.NEVER if self.op in ATTENTION else GraphLevel.ALWAYS
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
@@ -216,6 +238,7 @@ class Kernel:
     caps: KernelCaps
     run: Callable[..., Any]
     prepare: Callable[[Segment, Layer], Any] | None = None  # once per step and segment, on the host: no device sync
+    plugin: str | None = None  # the plug-in that brought it, its version and a digest of its source
 
     @property
     def name(self) -> str:
@@ -255,8 +278,8 @@ class Kernel:
             self._ask_attention(layer, needs, ask)
         if caps.op in RECURRENT:
             self._ask_states(layer, ask)
-        if needs.graph > caps.graph:
-            ask(True, f"graph level {needs.graph.name} is above {caps.graph.name}")
+        if needs.graph > caps.graph_level:
+            ask(True, f"graph level {needs.graph.name} is above {caps.graph_level.name}")
         return tuple(reasons)
 
     def _ask_pages(self, layer: Layer, needs: Needs, ask: Callable[..., None]) -> None:

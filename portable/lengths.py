@@ -18,6 +18,9 @@ MAX_INT32 = int(np.iinfo(np.int32).max)
 
 def as_lens(name: str, values: npt.ArrayLike) -> Int32:
     """A fresh [B] int32 array of non-negative numbers, or a ValueError naming the row."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
+        if not values.size or values.min() >= 0:  # as engines keep them: 3 us, where all that follows takes 9
+            return values.copy()
     lens = as_array(name, values)
     if lens.ndim != 1:
         raise ValueError(f"{name} has shape {list(lens.shape)}; it must be [B]")
@@ -81,6 +84,8 @@ def check_pages(table: Int32, seq_lens: Int32, page_size: int) -> None:
 
 def check_integers(name: str, values: npt.NDArray[np.generic] | torch.Tensor) -> None:
     """Raise a ValueError unless an array or tensor holds integers."""
+    if values.dtype in (np.int32, torch.int32):
+        return
     if isinstance(values, torch.Tensor):
         integers = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     else:
@@ -139,5 +144,7 @@ def new_positions(query_lens: Int32, seq_lens: Int32) -> tuple[Int32, Int32]:
     >>> new_positions(np.array([2, 1], np.int32), np.array([5, 1], np.int32))[1].tolist()
     [3, 4, 0]
     """
+    if (query_lens == 1).all():  # decodes
+        return np.arange(query_lens.size, dtype=np.int32), seq_lens - np.int32(1)
     requests, new = ragged_arange(query_lens)
     return requests, new + (seq_lens - query_lens)[requests]

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from portable.batch import Batch
-from portable.buffers import Buffers
 from portable.layer import Layer
 from portable.mamba_chunks import stored_chunks
+from portable.mamba_memory import StateMemory
 from portable.mamba_places import Places, Table, accepted_counts, greatest, located, per_row, slots_at
+from portable.planned import Padded
 from portable.ragged import cdiv, ragged_arange
 from portable.states import DecodeStates, PrefillStates
 from portable.upload import upload
@@ -55,20 +56,20 @@ class MambaPlan:
     pad_slot: int
     device: torch.device
     max_slot: int = -1  # the greatest slot, where the host knows them
-    buffers: Buffers | None = None
-    max_reqs: int = 0
+    padding: torch.Tensor | None = None  # [T] bool on the device, of a step that is padded to a size
+    padded: Padded | None = None
     handle: int = -1  # the slot, as the registered ops know it
 
-    def with_group(self, table: Table, group: int) -> MambaPlan:
-        """The same step on the states of another group with the same block size, in buffers of its own.
+    def with_group(self, table: Table) -> MambaPlan:
+        """The same step on the states of another group with the same block size.
 
         >>> batch = Batch.from_lens([1], [5])
         >>> plan = plan_mamba(batch, Layer.mamba2(num_heads=2), np.array([[3]]))
-        >>> other = plan.with_group(np.array([[8]]), group=1)
+        >>> other = plan.with_group(np.array([[8]]))
         >>> plan.decode.state_indices.tolist(), other.decode.state_indices.tolist()
         ([[3]], [[8]])
         """
-        host = located(table, self.places, self.num_reqs)
+        host = located(table, self.places, self.num_reqs, self.pad_slot)
         (found,) = upload((host,), self.device)
         decode, prefill = self.decode, self.prefill
         dec, width = (0, 1) if decode is None else (decode.requests.stop, decode.state_indices.shape[1])
@@ -80,7 +81,7 @@ class MambaPlan:
             decode = replace(decode, initial_indices=reads, state_indices=writes)
         if prefill is not None:
             prefill = replace(prefill, initial_indices=initial, state_indices=final, chunk_state_indices=stores)
-        return _staged(replace(self, decode=decode, prefill=prefill, max_slot=greatest(host)), group)
+        return replace(self, decode=decode, prefill=prefill, max_slot=greatest(host))
 
 
 def plan_mamba(
@@ -96,9 +97,8 @@ def plan_mamba(
     checkpoints: npt.ArrayLike | None = None,
     pad_slot: int = -1,
     conv_block: int = CONV_BLOCK,
-    buffers: Buffers | None = None,
-    max_reqs: int = 0,
-    group: int = 0,
+    memory: StateMemory | None = None,
+    max_query_len: int | None = None,
     handle: int = -1,
 ) -> MambaPlan:
     """The states of one step, ordered as decodes, then what reads a prompt. No loop over requests, no device read.
@@ -119,9 +119,10 @@ def plan_mamba(
             mode `align` the column that this step stores in, in the mode `all` that of the last computed token.
         checkpoints: [B] host, tokens of the sequence after which a prefill stores its state too, among the new ones,
             or -1: in the modes `align` and `all` in the block that ends there. The mode `none` only cuts there.
-        pad_slot: what kernels skip.
-        conv_block: tokens of a block of the causal convolution.
-        buffers, max_reqs, group: persistent tensors of max_reqs rows that the decodes of a captured graph read.
+        pad_slot: what kernels skip, no slot of a state.
+        conv_block: tokens of a block of the causal convolution, at least the inputs in front of one.
+        memory: where the decodes of a captured graph read; None: anywhere.
+        max_query_len: the most new tokens of a decode that a graph is captured for; None: of this step.
 
     Raises:
         ValueError: naming the argument or row, where the batch is not ordered, the table is too narrow, or a value
@@ -133,7 +134,7 @@ def plan_mamba(
     ([5], [[5]], [0, 1, 5, 7])
     """
     size = batch.page_size if block_size is None else block_size
-    table = _checked(batch, layer, table, mode, size, num_draft)
+    table = _checked(batch, layer, table, mode, size, num_draft, conv_block)
     q, s = batch.query_lens, batch.host_seq_lens
     c, rows = s - q, np.arange(q.size, dtype=np.int32)
     split = batch.split(1 + num_draft, short_extends_as_decodes=False)
@@ -141,8 +142,8 @@ def plan_mamba(
     if p > d or mode != "none":
         batch.needs_exact("a prefill of states" if p > d else f"mode {mode!r}")
 
-    if p > d and buffers is not None:
-        raise ValueError(f"row {d} reads its prompt; a step that is captured, in persistent buffers, decodes only")
+    if p > d and memory is not None:
+        raise ValueError(f"row {d} reads its prompt; a step that is padded to a size decodes only")
     # Columns of the running state: where this step stores it, and where the one before left it.
     last_block, zero = np.maximum(s - 1, 0) // size, np.zeros_like(s)
     now = zero if mode == "none" else last_block
@@ -150,67 +151,63 @@ def plan_mamba(
     if running is not None:
         ran = per_row("running", running, batch.num_reqs, q.size, -1)
         before = np.where(ran >= 0, ran, before)
-    kept, counts = accepted_counts(batch, num_accepted, num_draft)
+    device = batch.device if memory is None else memory.device
+    kept, counts = accepted_counts(batch, num_accepted, num_draft, device)
     if kept is not None:
         before = before + kept - 1
 
     dec = slice(0, d if p > d else split.pads.requests.stop)  # with the padding, unless prefills lie between
-    pre = slice(d, p)
-    tokens = np.arange(1 + num_draft, dtype=np.int32)
-    has_initial = (c[pre] > 0) & (q[pre] > 0)
-    chunks, stored, at = stored_chunks(batch, pre, layer.chunk or 1, mode, size, checkpoints)
-    conv_requests, conv_offsets = ragged_arange(cdiv(q[pre], conv_block)) if p > d else (rows[:0], rows[:0])
+    pre, cu, tokens = slice(d, p), batch.host_cu_seqlens_q, np.arange(1 + num_draft, dtype=np.int32)
+    at_rows = [rows[: max(p, dec.stop)], rows[dec].repeat(tokens.size)]
+    at_columns = [
+        np.where(q[dec] > 0, before[dec], -1),
+        np.where(tokens < q[dec, None], now[dec, None] + tokens, -1).reshape(-1),
+    ]
+    arrays: list[npt.NDArray[Any]] = []
+    if mode != "none":
+        arrays += (np.where(q > 0, x, 0) for x in (np.maximum(c - 1, 0) // size, c // size, last_block))
+    if p > d or checkpoints is not None:
+        has_initial = (c[pre] > 0) & (q[pre] > 0)
+        chunks, stored, at = stored_chunks(batch, pre, layer.chunk or 1, mode, size, checkpoints)
+        at_rows += [rows[pre], chunks.rows + np.int32(d)]
+        at_columns[1:1] = [np.where(has_initial, before[pre], -1)]
+        at_columns += [np.where(q[pre] > 0, now[pre], -1), stored]
+        blocks = ragged_arange(cdiv(q[pre], conv_block))
+        arrays += [cu[d : p + 1] - cu[d], has_initial, chunks.cu_chunks, chunks.rows, chunks.last, at, *blocks]
     places = Places(
-        np.concatenate([rows[: max(p, dec.stop)], rows[dec].repeat(tokens.size), rows[pre], chunks.rows + np.int32(d)]),
-        np.concatenate(
-            [
-                np.where(q[dec] > 0, before[dec], -1),
-                np.where(has_initial, before[pre], -1),
-                np.where(tokens < q[dec, None], now[dec, None] + tokens, -1).reshape(-1),
-                np.where(q[pre] > 0, now[pre], -1),
-                stored,
-            ]
-        ),
+        np.concatenate(at_rows),
+        np.concatenate(at_columns),
         None if counts is None else counts[: max(p, dec.stop)] - 1,
         0 if counts is None else num_draft,
     )
-    cu, host = batch.host_cu_seqlens_q, located(table, places, batch.num_reqs)
-    found, accepted, cu_p, has, cu_chunks, chunk_rows, last, at_p, conv_r, conv_o, *columns = upload(
-        [
-            host,
-            np.ones(dec.stop, np.int32) if kept is None else kept[dec],
-            cu[d : p + 1] - cu[d],
-            has_initial,
-            chunks.cu_chunks,
-            chunks.rows,
-            chunks.last,
-            at,
-            conv_requests,
-            conv_offsets,
-            *(
-                []
-                if mode == "none"
-                else (np.where(q > 0, x, 0) for x in (np.maximum(c - 1, 0) // size, c // size, last_block))
-            ),
-        ],
-        batch.device,
-    )
-    reads, initial, writes, final, stores = _parted(
-        slots_at(found, table, places, pad_slot), dec.stop, tokens.size, p - d
-    )
+    host = located(table, places, batch.num_reqs, pad_slot)
+    arrays += [cu[: dec.stop + 1], np.ones(dec.stop, np.int32) if kept is None else kept[dec]]
+    if memory is None:
+        *there, cu_d, accepted, found = upload([*arrays, host], device)
+        padding = None
+    else:
+        behind = np.arange(batch.padded_tokens) >= batch.num_tokens
+        *there, cu_d, accepted, padding, found = memory.upload([*arrays, behind, host])
+    if memory is None:
+        slots = slots_at(found, table, places, pad_slot)
+    else:
+        slots, counts = memory.slots(found, table, places, pad_slot, counts)
+    reads, initial, writes, final, stores = _parted(slots, dec.stop, tokens.size, p - d)
+    columns = [] if mode == "none" else there[:3]
     decode = prefill = None
     if dec.stop:
         decode = DecodeStates(
             requests=dec,
             tokens=slice(0, int(cu[d]) if p > d else batch.padded_tokens),
-            cu_seqlens_q=batch.cu_seqlens_q[: dec.stop + 1],
+            cu_seqlens_q=cu_d,
             initial_indices=reads,
             state_indices=writes,
             num_accepted=None if not num_draft else accepted if counts is None else counts[dec],
-            max_query_len=int(q[dec].max()),
+            max_query_len=max_query_len or int(q[dec].max()),
             pad_slot=pad_slot,
         )
     if p > d:
+        cu_p, has, cu_chunks, chunk_rows, last, at_p, conv_r, conv_o = there[len(columns) :]
         prefill = PrefillStates(
             requests=pre,
             tokens=slice(int(cu[d]), int(cu[p])),
@@ -229,7 +226,7 @@ def plan_mamba(
             max_query_len=int(q[pre].max()),
             pad_slot=pad_slot,
         )
-    plan = MambaPlan(
+    return MambaPlan(
         decode=decode,
         prefill=prefill,
         blocks=BlockIndices(*columns) if columns else None,
@@ -238,22 +235,27 @@ def plan_mamba(
         num_tokens=batch.num_tokens,
         padded_tokens=batch.padded_tokens,
         pad_slot=pad_slot,
-        device=batch.device,
+        device=device,
         max_slot=greatest(host),
-        buffers=buffers,
-        max_reqs=max_reqs,
+        padding=padding,
         handle=handle,
     )
-    return plan if buffers is None else _staged(plan, group)
 
 
-def _checked(batch: Batch, layer: Layer, table: Table | None, mode: Mode, size: int, num_draft: int) -> Table:
+def _checked(
+    batch: Batch, layer: Layer, table: Table | None, mode: Mode, size: int, num_draft: int, conv_block: int
+) -> Table:
     """The table of slots, once the arguments are found to fit together."""
     if layer.family not in ("mamba1", "mamba2"):
         raise ValueError(f"layer.family is {layer.family!r}; states are of 'mamba1' and 'mamba2' layers")
     if mode not in ("none", "align", "all"):
         raise ValueError(f"mode is {mode!r}; it must be 'none', 'align' or 'all'")
-    for name, value, least in (("block_size", size, 1), ("num_draft", num_draft, 0)):
+    before = max(1, layer.conv_width - 1)  # a block needs inputs in front of it, of the one before
+    for name, value, least in (
+        ("block_size", size, 1),
+        ("num_draft", num_draft, 0),
+        ("conv_block", conv_block, before),
+    ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; it must be an int of at least {least}")
     if batch.view is not None or not batch.self_attention:
@@ -269,26 +271,3 @@ def _parted(slots: torch.Tensor, decodes: int, width: int, prefills: int) -> tup
     edges = (decodes, prefills, decodes * width, prefills)
     a, b, c, d = accumulate(edges)
     return slots[:a], slots[a:b], slots[b:c].view(decodes, width), slots[c:d], slots[d:]
-
-
-def _staged(plan: MambaPlan, group: int) -> MambaPlan:
-    """The plan with its decodes in the group's persistent buffers."""
-    decode, blocks, buffers = plan.decode, plan.blocks, plan.buffers
-    if decode is None or buffers is None:
-        return plan
-
-    def stage(name: str, x: torch.Tensor, pad: int, more: int = 0) -> torch.Tensor:
-        shape = (plan.max_reqs + more, *x.shape[1:])
-        return buffers.get(f"mamba.{name}", shape, torch.int32, group=group, pad=pad).stage(x)
-
-    counts = decode.num_accepted
-    decode = replace(
-        decode,
-        cu_seqlens_q=stage("cu_seqlens_q", decode.cu_seqlens_q, 0, 1),
-        initial_indices=stage("initial_indices", decode.initial_indices, plan.pad_slot),
-        state_indices=stage("state_indices", decode.state_indices, plan.pad_slot),
-        num_accepted=None if counts is None else stage("num_accepted", counts, 1),
-    )
-    if blocks is not None:
-        blocks = BlockIndices(*(stage(name, x, 0) for name, x in zip(blocks._fields, blocks, strict=True)))
-    return replace(plan, decode=decode, blocks=blocks)

@@ -3,9 +3,12 @@
 `before` brings the running state to the column that the step stores in, past a shared block that nobody may write;
 `after` keeps the state at the end of a block that drafts filled, once it is known how many of them were accepted.
 
-    moves = states.before(rows, computed, scheduled)                       # mode "align": then copy
+    moves = states.before(rows, computed, scheduled)                       # mode "align"
+    mamba.copy((pools, plan_state_copies(moves, table)), ...)              # of every group by one launch
     plan_mamba(..., running=states.running[rows], num_accepted=states.accepted[rows])
     moves = states.after(rows, computed, scheduled, drafts, accepted)      # modes "align" and "all": then copy
+
+What follows a step and what goes before the next may be one list, in this order: copies run in the order of the list.
 """
 
 from __future__ import annotations
@@ -14,13 +17,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from portable.lengths import Int32, as_lens
-from portable.mamba_places import Table
-from portable.upload import upload
+from portable.lengths import Int32, as_lens, check_integers
 
 Rows = npt.NDArray[np.integer]
+Pairs = npt.NDArray[np.int64]
 
 
 class Moves(NamedTuple):
@@ -158,8 +159,8 @@ class RunningStates:
                 )
 
 
-def plan_state_copies(moves: Moves, table: Table, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The slots to copy, [n, 2] int64 (from, to), for one group of states: what `Op.STATE_COPY` takes.
+def plan_state_copies(moves: Moves, table: npt.ArrayLike) -> Pairs:
+    """The slots to copy, [n, 2] int64 (from, to), in the pools of one group of states: what `Mamba.copy` takes.
 
     Args:
         moves: of `RunningStates`; its rows are rows of `table`.
@@ -176,7 +177,9 @@ def plan_state_copies(moves: Moves, table: Table, device: torch.device | str = "
     host = np.asarray(table)
     rows, reach = moves.rows, int(max(moves.sources.max(initial=-1), moves.targets.max(initial=-1)))
     if host.ndim != 2 or (rows.size and (rows.max() >= len(host) or reach >= host.shape[1])):
-        raise ValueError(f"table has shape {list(host.shape)}; the moves reach row {rows.max()} and column {reach}")
+        most = rows.max(initial=-1)
+        raise ValueError(f"table has shape {list(host.shape)}; the moves reach row {most} and column {reach}")
+    check_integers("table", host)
     come, go = host[rows, moves.sources], host[rows, moves.targets]
     if (bad := (come < 0) | (go < 0)).any():
         row = int(bad.argmax())
@@ -193,5 +196,4 @@ def plan_state_copies(moves: Moves, table: Table, device: torch.device | str = "
         at = int(shared.argmax())
         reader = int(rows[(come == go[at]).argmax()])
         raise ValueError(f"row {rows[at]} writes slot {go[at]}, which row {reader} reads")
-    (pairs,) = upload((np.stack([come, go], axis=1).astype(np.int64),), device)
-    return pairs
+    return np.stack([come, go], axis=1).astype(np.int64)

@@ -28,23 +28,24 @@ class Places(NamedTuple):
     reach: int = 0  # the most that `behind` may say
 
 
-def located(table: Table, places: Places, num_reqs: int) -> npt.NDArray[np.integer]:
-    """[n] int32 slots, -1 for none, where the host knows all; else their int64 places in the flattened table."""
+def located(table: Table, places: Places, num_reqs: int, pad_slot: int = -1) -> npt.NDArray[np.integer]:
+    """[n] int32 slots, pad_slot for none, where the host knows all; else their int64 places in the flattened table."""
     rows, columns = places.rows, places.columns
     if table.ndim != 2 or table.shape[0] < num_reqs:
         raise ValueError(f"table has shape {list(table.shape)}; it must be [{num_reqs}, W], a row per request")
     check_integers("table", table)
     width = table.shape[1]
-    if columns.size and columns.max() + places.reach >= width:
-        entry = int(columns.argmax())
-        raise ValueError(
-            f"row {rows[entry]}: the step needs column {columns[entry] + places.reach}, but table is {width} wide"
-        )
+    most = columns if places.behind is None else columns.copy()
+    if places.behind is not None:
+        most[: len(places.behind)] += places.reach
+    if most.size and most.max() >= width:
+        entry = int(most.argmax())
+        raise ValueError(f"row {rows[entry]}: the step needs column {most[entry]}, but table is {width} wide")
     none, flat = columns < 0, rows * np.int64(width) + columns
     if places.behind is not None or (isinstance(table, torch.Tensor) and table.device.type != "cpu"):
         return np.where(none, -1, flat)
     if not table.shape[0] or not width:
-        return np.full(rows.size, -1, np.int32)
+        return np.full(rows.size, pad_slot, np.int32)
     host = table.numpy() if isinstance(table, torch.Tensor) else table
     slots = host.reshape(-1).take(flat, mode="clip")  # only the place of no slot can lie outside
     most = np.iinfo(np.int32).max
@@ -54,14 +55,19 @@ def located(table: Table, places: Places, num_reqs: int) -> npt.NDArray[np.integ
             f"row {rows[entry]}: table[{rows[entry]}, {columns[entry]}] is {slots[entry]}; "
             "a state slot is between 0 and 2**31 - 1"
         )
-    return np.where(none, -1, slots).astype(np.int32, copy=False)
+    if pad_slot >= 0 and (bad := ~none & (slots == pad_slot)).any():
+        entry = int(bad.argmax())
+        raise ValueError(
+            f"row {rows[entry]}: table[{rows[entry]}, {columns[entry]}] is {pad_slot}, the slot that kernels skip"
+        )
+    return np.where(none, pad_slot, slots).astype(np.int32, copy=False)
 
 
 def slots_at(found: torch.Tensor, table: Table, places: Places, pad_slot: int) -> torch.Tensor:
     """[n] int32 slots on the device of `found`, what `located` gave; pad_slot for none."""
-    none = found < 0
     if found.dtype == torch.int32:
-        return found if pad_slot == -1 else torch.where(none, pad_slot, found)
+        return found
+    none = found < 0
     there = table if isinstance(table, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(table))
     at = found.clamp(min=0)
     if places.behind is not None:
@@ -87,14 +93,14 @@ def greatest(found: npt.NDArray[np.integer]) -> int:
 
 
 def accepted_counts(
-    batch: Batch, num_accepted: npt.ArrayLike | torch.Tensor | None, num_draft: int
+    batch: Batch, num_accepted: npt.ArrayLike | torch.Tensor | None, num_draft: int, device: torch.device
 ) -> tuple[Int32 | None, torch.Tensor | None]:
     """The counts of all rows on the host, checked, or on the device, kept in range there; padding has 1."""
     rows, num_reqs = batch.padded_reqs, batch.num_reqs
     if isinstance(num_accepted, torch.Tensor) and num_accepted.device.type != "cpu":
         if num_accepted.dim() != 1 or len(num_accepted) not in (num_reqs, rows):
             raise ValueError(f"num_accepted has shape {list(num_accepted.shape)}; it must be [{num_reqs}]")
-        counts = num_accepted.to(device=batch.device, dtype=torch.int32).clamp(1, 1 + num_draft)
+        counts = num_accepted.to(device=device, dtype=torch.int32).clamp(1, 1 + num_draft)
         return None, torch.nn.functional.pad(counts, (0, rows - len(counts)), value=1)
     if num_accepted is None:
         return None, None

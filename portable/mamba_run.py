@@ -16,13 +16,16 @@ from portable.batch import Batch
 from portable.kernel import Needs, Op
 from portable.layer import Layer
 from portable.mamba import MambaPlan, Mode
-from portable.mamba_copies import Moves, plan_state_copies
+from portable.mamba_copies import Pairs
+from portable.mamba_memory import StateMemory
 from portable.mamba_places import Table
 from portable.mamba_slot import MambaSlot
-from portable.padding import pad
 from portable.platform.detect import detect
+from portable.ragged import cu_from_lens
 from portable.select import Choice, parse_requested, requested_from_env
+from portable.sizes import Size
 from portable.states import SsmTensors
+from portable.upload import upload
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
@@ -129,13 +132,14 @@ class Mamba:
         num_accepted: npt.ArrayLike | torch.Tensor | None = None,
         running: npt.ArrayLike | None = None,
         checkpoints: npt.ArrayLike | None = None,
-        pad_to: int | None = None,
+        pad_to: int | Size | None = None,
         slot: int = 0,
     ) -> MambaPlan:
         """Host work for one step, shared by all layers: see `plan_mamba`. It lives until the next one on its slot.
 
         Args:
-            pad_to: rows of a captured step of decodes: the plan is padded to them, in buffers that never move.
+            pad_to: what a step of decodes is padded to for a graph, see `Attention.plan`; an int is so many requests
+                of up to 1 + num_draft new tokens. The batch may be on the host.
 
         Raises:
             ValueError: what `plan_mamba` refuses; a step that is larger than this object was made for, on another
@@ -144,32 +148,35 @@ class Mamba:
         for name, value, limit in (
             ("requests", batch.num_reqs, self.max_reqs),
             ("tokens", batch.num_tokens, self.max_tokens),
-            ("rows to pad to", pad_to or 0, self.max_reqs),
         ):
             if value > limit:
                 raise ValueError(f"the batch has {value} {name}, above the {limit} that this Mamba was made for")
-        if batch.device != self.device:
+        if batch.device != self.device and (pad_to is None or batch.device.type != "cpu"):
             raise ValueError(f"the batch is on {batch.device}; this Mamba runs on {self.device}")
-        if pad_to is not None:
-            batch = pad(batch, pad_to, max(batch.padded_tokens, pad_to * (1 + self.num_draft)))
-        return self._slot(slot).renew(
-            batch,
-            np.asarray(table) if isinstance(table, Sequence) else table,
-            persistent=pad_to is not None,
-            mode=self.mode,
-            block_size=self.block_size,
-            num_draft=self.num_draft,
-            num_accepted=num_accepted,
-            running=running,
-            checkpoints=checkpoints,
-        )
+        options = {
+            "mode": self.mode,
+            "block_size": self.block_size,
+            "num_draft": self.num_draft,
+            "num_accepted": num_accepted,
+            "running": running,
+            "checkpoints": checkpoints,
+        }
+        found = np.asarray(table) if isinstance(table, Sequence) else table
+        if pad_to is None:
+            return self._slot(slot).renew(batch, found, **options)
+        queries = 1 + self.num_draft
+        size = pad_to if isinstance(pad_to, Size) else Size(pad_to, queries, pad_to * queries if queries > 1 else None)
+        size.check_within("Mamba", self.max_reqs, self.max_tokens)
+        with ops.on_device(self.device):
+            return self._slot(slot).renew_padded(batch, size, found, **options)
 
     def with_group(self, plan: MambaPlan, table: Table, *, slot: int) -> MambaPlan:
         """The step of a plan on the states of another group with the same block size, as the plan of another slot."""
         self._check_current(plan)
         if plan is self._slot(slot).plan:
             raise ValueError(f"slot {slot} holds the plan itself; give the other group a slot of its own")
-        return self._slot(slot).adopt(plan, table)
+        source = next(each for each in self._slots.values() if each.plan is plan)
+        return self._slot(slot).adopt(source, table)
 
     def conv(
         self,
@@ -226,16 +233,44 @@ class Mamba:
         ops.state_scan(x, dt, b, c, z, pool, a, d, dt_bias, softplus, least, most, out, plan.handle)
         return out
 
-    def copy(self, pools: Sequence[StatePools], moves: Moves, table: Table) -> None:
-        """The moves of `RunningStates` in all pools of a group of states at once, by one launch; none, no launch."""
-        copies = plan_state_copies(moves, table, self.device)
-        if len(copies):
-            self.choices["copy"].kernel.run([pool for pair in pools for pool in pair], copies)
+    def copy(self, *groups: tuple[Sequence[StatePools], Pairs]) -> None:
+        """The pairs of `plan_state_copies` of some groups of states, each in all its pools, by one launch if any.
+
+        Groups may be of other layers, with types, tables and block sizes of their own. What follows one step and what
+        goes before the next may be one list of pairs: they are copied in its order.
+
+        Raises:
+            ValueError: a pool that is on another device or has no such slot.
+
+        >>> layer = Layer.mamba2(num_heads=2, head_dim=4, state_dim=8)
+        >>> mamba, one, two = Mamba(layer, device="cpu"), *(allocate_states(layer, 4, "cpu") for _ in range(2))
+        >>> one.ssm[3], two.ssm[0] = 3, 5
+        >>> mamba.copy(([one], np.array([[3, 1]])), ([two], np.array([[0, 1], [1, 2]])))
+        >>> one.ssm[:, 0, 0, 0].tolist(), two.ssm[:, 0, 0, 0].tolist()
+        ([0.0, 3.0, 0.0, 3.0], [5.0, 5.0, 5.0, 0.0])
+        """
+        lists, pools = [], []
+        for layers, pairs in groups:
+            lists.append(np.asarray(pairs, np.int64).reshape(-1, 2))
+            pools.append([pool for pair in layers for pool in pair])
+            most = int(lists[-1].max(initial=-1))
+            for pool in pools[-1]:
+                if pool.device != self.device:
+                    raise ValueError(f"a pool is on {pool.device}; this Mamba runs on {self.device}")
+                if most >= pool.shape[0]:
+                    raise ValueError(f"a pool has {pool.shape[0]} slots; its group copies slot {most}")
+        cu_copies = cu_from_lens(np.array([len(each) for each in lists], np.int32))
+        if cu_copies[-1]:
+            copies = upload((np.concatenate(lists), cu_copies), self.device)
+            self.choices["copy"].kernel.run(pools, *copies)
 
     def _slot(self, slot: int) -> MambaSlot:
         if slot not in self._slots:
-            self._slots[slot] = MambaSlot(self.layer, self._kernels, self.device, self.max_reqs)
+            self._slots[slot] = MambaSlot(self.layer, self._kernels, self._memory)
         return self._slots[slot]
+
+    def _memory(self) -> StateMemory:
+        return StateMemory(self.device, self.max_reqs, self.max_tokens, 1 + self.num_draft)
 
     def _check_current(self, plan: MambaPlan) -> None:
         if torch.compiler.is_compiling():

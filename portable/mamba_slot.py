@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,48 +10,91 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.buffers import Buffers
 from portable.check import check_conv, check_scan
-from portable.kernel import Kernel, Needs, Op
+from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.mamba import MambaPlan, plan_mamba
+from portable.mamba_memory import StateMemory
 from portable.mamba_places import Table
 from portable.mha import Choose
+from portable.padding import pad_host
+from portable.planned import Padded
+from portable.platform.graphs import capturing
+from portable.sizes import Size
 from portable.states import SsmTensors
 
 RUN = (Op.CONV1D, Op.STATE_UPDATE, Op.SSD)
 
 
 class MambaSlot:
-    """The newest plan of a slot. Its persistent buffers are made at the first step that asks for them."""
+    """The newest plan of a slot. Its persistent memory is made at the first step that is padded to a size."""
 
-    def __init__(self, layer: Layer, kernels: Choose, device: torch.device, max_reqs: int) -> None:
-        self.layer, self.max_reqs = layer, max_reqs
-        self.convolve, self.update, self.prefill = (kernels(op, Needs()) for op in RUN)
-        self.pad_slot = one_pad_slot(self.convolve, self.update, self.prefill)
-        self.buffers = Buffers(device)
+    def __init__(self, layer: Layer, kernels: Choose, memory: Callable[[], StateMemory]) -> None:
+        self.layer, self.kernels, self._make = layer, kernels, memory
+        self._eager = self._chosen(Needs(), *RUN)
+        self._captured: dict[GraphLevel, tuple[Kernel, ...]] = {}
+        self._memory: StateMemory | None = None
+        self.convolve, self.update, self.prefill = self._eager
         self.handle = ops.register(self)
         self.plan: MambaPlan | None = None
+        self._asked: tuple[Batch, dict[str, Any]] | None = None  # what a padded plan was made of
 
-    def renew(self, batch: Batch, table: Table | None, *, persistent: bool, **options: Any) -> MambaPlan:
+    def renew(self, batch: Batch, table: Table | None, **options: Any) -> MambaPlan:
         """The plan of a new step; what an earlier one held is gone."""
-        self.plan = plan_mamba(
-            batch,
+        kernels = self._eager
+        plan = plan_mamba(batch, self.layer, table, pad_slot=one_pad_slot(*kernels), handle=self.handle, **options)
+        self.convolve, self.update, self.prefill = kernels
+        self.plan, self._asked = plan, None
+        return plan
+
+    def renew_padded(self, batch: Batch, size: Size, table: Table | None, **options: Any) -> MambaPlan:
+        """The plan of a step that is padded to a size, in the slot's memory.
+
+        Raises:
+            RuntimeError: a graph is being captured.
+            UnsupportedError: no kernel can be captured for the size.
+            ValueError: the step does not fit.
+        """
+        if self._memory is None:
+            self._memory = self._make()
+        if capturing(self._memory.device):
+            raise RuntimeError("plan was called while a graph is captured; plan before the capture, and before replays")
+        if size.level not in self._captured:
+            self._captured[size.level] = self._chosen(Needs(graph=size.level), *RUN[:2])
+        size.check(batch)
+        kernels = self._captured[size.level]
+        plan = plan_mamba(
+            pad_host(batch, size.reqs, size.padded_tokens),
             self.layer,
-            table,
-            pad_slot=self.pad_slot,
-            buffers=self.buffers if persistent else None,
-            max_reqs=self.max_reqs,
+            batch.block_table if table is None else table,
+            pad_slot=one_pad_slot(*kernels),
+            memory=self._memory,
+            max_query_len=size.queries,
             handle=self.handle,
             **options,
         )
+        baked = {"num_reqs": size.reqs, "num_tokens": size.padded_tokens, "max_query_len": size.queries}
+        self.convolve, self.update = kernels
+        self.plan, self._asked = replace(plan, padded=Padded(batch, size, baked)), (batch, options)
         return self.plan
 
-    def adopt(self, plan: MambaPlan, table: Table) -> MambaPlan:
+    def adopt(self, other: MambaSlot, table: Table) -> MambaPlan:
         """The step of another slot's plan, on other states."""
-        own = replace(plan, buffers=None if plan.buffers is None else self.buffers, handle=self.handle)
-        self.plan = own.with_group(table, group=0)
+        assert other.plan is not None
+        if other.plan.padded is not None and other._asked is not None:
+            batch, options = other._asked
+            return self.renew_padded(batch, other.plan.padded.size, table, **options)
+        self.convolve, self.update, self.prefill = self._eager
+        self.plan = replace(other.plan, handle=self.handle).with_group(table)
         return self.plan
+
+    def _chosen(self, needs: Needs, *operations: Op) -> tuple[Kernel, ...]:
+        return tuple(self.kernels(op, needs) for op in operations)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that padded steps hold on the device."""
+        return 0 if self._memory is None else self._memory.nbytes
 
     def conv(
         self,
@@ -65,7 +109,7 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_conv(self.layer, plan, x, weight, bias, pool, out)
-        out[plan.num_tokens :] = 0
+        _blank(plan, out)
         for states in (plan.decode, plan.prefill):
             if states is not None:
                 at = states.tokens
@@ -82,12 +126,20 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_scan(self.layer, plan, given, pool, tensors, out)
-        out[plan.num_tokens :] = 0
+        _blank(plan, out)
         for kernel, states in ((self.update, plan.decode), (self.prefill, plan.prefill)):
             if states is not None:
                 at = states.tokens
                 parts = (None if tensor is None else tensor[at] for tensor in given)
                 kernel.run(*parts, pool, states, self.layer, tensors, out[at])
+
+
+def _blank(plan: MambaPlan, out: torch.Tensor) -> None:
+    """0 for padded tokens: by a number of the host, or, where a graph would freeze that, by the device's."""
+    if plan.padding is None:
+        out[plan.num_tokens :] = 0
+    else:
+        out.masked_fill_(plan.padding.view(-1, *[1] * (out.dim() - 1)), 0)
 
 
 def one_pad_slot(*kernels: Kernel) -> int:

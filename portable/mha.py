@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from portable.batch import Batch
-from portable.kernel import PAGES, Kernel, Needs, Op, Segment
+from portable.kernel import PAGES, GraphLevel, Kernel, Needs, Op, Segment
 from portable.layer import Layer
 from portable.order import is_ordered, split
+from portable.planned import Padded, Planned
 from portable.ragged import next_power_of_2
 
 Choose = Callable[[Op, Needs], Kernel]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MhaPlan:
-    """What `Attention.run` executes for one step. It lives until the next plan on its slot."""
+class MhaPlan(Planned):
+    """What `Attention.run` executes for one step. It lives until the next plan on its slot.
+
+    Of a step that is padded to a size, `parts` is the padded step over tensors that never move; their host twins hold
+    the most that any step of the size has.
+    """
 
     parts: tuple[Batch, ...]  # the step, or its parts
     segments: tuple[tuple[Segment, ...], ...]  # of each part
     write: Kernel | None  # scatters the new tokens; None for a step that writes nothing
     handle: int  # the slot, as the registered ops know it
+    padded: Padded | None = None  # of a step that is padded to a size
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All that the plan may run."""
+        write = () if self.write is None else (self.write,)
+        return (*(segment.kernel for part in self.segments for segment in part), *write)
 
     @property
     def batch(self) -> Batch:
@@ -58,8 +71,19 @@ def _regions(batch: Batch, contiguous: bool) -> Iterator[tuple[slice, Op]]:
     yield first, Op.PREFILL if contiguous and whole else Op.PAGED
 
 
-def segment_of(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op, lse: bool) -> Segment:
-    """Consecutive requests of the batch, over their pages or over the contiguous K/V of the step."""
+def segment_of(
+    batch: Batch,
+    layer: Layer,
+    choose: Choose,
+    requests: slice,
+    op: Op,
+    lse: bool,
+    graph: GraphLevel = GraphLevel.NEVER,
+) -> Segment:
+    """Consecutive requests of the batch, over their pages or over the contiguous K/V of the step.
+
+    For a graph the kernel is one that can be captured, and what it prepares is left to whoever captures that.
+    """
     cu = batch.host_cu_seqlens_q
     tokens = slice(int(cu[requests.start]), int(cu[requests.stop]))
     query_lens, seq_lens = batch.query_lens[requests], batch.host_seq_lens[requests]
@@ -73,6 +97,8 @@ def segment_of(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: 
             query_len=next_power_of_2(max_query_len),
             seq_len=next_power_of_2(max_seq_len),
             lse=lse,
+            graph=graph,
+            reqs=next_power_of_2(len(query_lens)) if op is Op.MLA_DECODE else 1,
         ),
     )
     cu_seqlens_q = batch.cu_seqlens_q[requests.start : requests.stop + 1]
@@ -91,4 +117,9 @@ def segment_of(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: 
         host_seq_lens=seq_lens,
         exact=batch.exact,
     )
-    return segment if kernel.prepare is None else replace(segment, prepared=kernel.prepare(segment, layer))
+    return segment if graph else replace(segment, prepared=prepare(segment, layer))
+
+
+def prepare(segment: Segment, layer: Layer) -> Any:
+    """What the segment's kernel makes once for all layers of a step; None where it makes nothing."""
+    return None if segment.kernel.prepare is None else segment.kernel.prepare(segment, layer)

@@ -21,6 +21,7 @@ from portable.layer import Layer, UnsupportedError
 from portable.lengths import Int32
 from portable.mha import Choose, segment_of
 from portable.order import DECODE
+from portable.planned import Padded, Planned
 from portable.ragged import cdiv, next_power_of_2, round_down
 from portable.select import REFERENCE
 from portable.upload import upload
@@ -42,8 +43,14 @@ class Context:
 class Prefill:
     """Consecutive requests on the up-projected path."""
 
-    new: Segment  # their new tokens among themselves
+    tokens: slice  # their query tokens
+    new: Segment | None  # their new tokens among themselves; None where all keys are in the pages
     context: tuple[Context, ...]  # empty where none of them has one
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All that attend."""
+        return (*(() if self.new is None else (self.new,)), *(chunk.attend for chunk in self.context))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,21 +59,41 @@ class MlaSegments:
 
     decodes: tuple[Segment, ...]
     prefills: tuple[Prefill, ...]
+    parts: tuple[MlaSegments, ...] = ()  # of a step in parts, whose outputs are merged; nothing else then
 
     @property
     def has_context(self) -> bool:
-        """Whether anything is to be gathered and merged: a fact of the host."""
-        return any(prefill.context for prefill in self.prefills)
+        """Whether contexts are to be gathered and merged: a fact of the host."""
+        return any(prefill.context for prefill in self.prefills) or any(part.has_context for part in self.parts)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Those that attend."""
+        prefills = [segment for prefill in self.prefills for segment in prefill.segments]
+        parts = [kernel for part in self.parts for kernel in part.kernels]
+        return (*(segment.kernel for segment in (*self.decodes, *prefills)), *parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MlaPlan:
+class MlaPlan(Planned):
     """What `MlaAttention.run` executes for one step. It lives until the next plan on its slot."""
 
     batch: Batch
     segments: MlaSegments
     write: Kernel | None  # scatters the new tokens; None for a step that writes nothing
     handle: int  # the slot, as the registered ops know it
+    padded: Padded | None = None  # of a step that is padded to a size
+    parts: tuple[Batch, ...] = ()  # of a step in parts; `batch` is the one with the slots of the new tokens
+
+    @property
+    def of_cache(self) -> Batch:
+        """The step, or a part of it, whose pages are those of the cache: a draft tree's own are of one token."""
+        return self.parts[0] if self.parts else self.batch
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Those of the attention and of `write`."""
+        return self.segments.kernels if self.write is None else (*self.segments.kernels, self.write)
 
 
 def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse: bool = False) -> MlaSegments:
@@ -81,7 +108,7 @@ def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse:
 
     Raises:
         ValueError: a prefill on a context whose length is a bound (`exact=False`), or a context without pages.
-        UnsupportedError: a prefill whose last keys are not its new tokens (a shard, or part of a step).
+        UnsupportedError: a causal mask over keys that do not end with the new tokens.
     """
     is_decode = decodes_of(batch, layer, choose)
     decodes, prefills = [], []
@@ -100,8 +127,8 @@ def decodes_of(batch: Batch, layer: Layer, choose: Choose) -> npt.NDArray[np.boo
 
     def kernel(query_len: int) -> Kernel:
         causal = layer.causal and batch.causal is True
-        longest = next_power_of_2(batch.max_seq_len)
-        return choose(Op.MLA_DECODE, Needs(causal, batch.page_size, query_len, longest))
+        longest, reqs = next_power_of_2(batch.max_seq_len), next_power_of_2(batch.padded_reqs)
+        return choose(Op.MLA_DECODE, Needs(causal, batch.page_size, query_len, longest, reqs=reqs))
 
     threshold = decode_threshold(kernel)
     kind = batch.kinds(threshold, uniform=kernel(threshold).caps.uniform)
@@ -133,13 +160,12 @@ def _runs(batch: Batch, is_decode: npt.NDArray[np.bool_]) -> list[slice]:
 
 
 def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, workspace: int, lse: bool) -> Prefill:
-    if not batch.self_attention:
-        raise UnsupportedError(
-            f"rows {requests.start} to {requests.stop - 1} have more new tokens than MLA's decode kernel takes, over "
-            "keys that do not end with them (a shard, or part of a step)"
-        )
+    """Requests whose latents are made keys and values; of a step whose keys do not end with its new tokens, all are."""
+    if not batch.self_attention and batch.causal is not False:
+        raise UnsupportedError("a causal mask over keys that do not end with the new tokens")
     queries = batch.query_lens[requests]
-    contexts = np.where(queries > 0, batch.context_lens[requests], 0)
+    in_pages = batch.context_lens if batch.self_attention else batch.host_seq_lens
+    contexts = np.where(queries > 0, in_pages[requests], 0)
     chunks: list[ContextChunk] = []
     if contexts.any():
         if batch.block_table is None:
@@ -149,10 +175,13 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
     spans = [slice(int(chunk.requests[0]), int(chunk.requests[-1]) + 1) for chunk in chunks]
     pieces = [_spread(chunk, span) for chunk, span in zip(chunks, spans, strict=True)]
     new_lens, *piece_lens = upload([queries, *pieces], batch.device)
-    causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
-    new = _contiguous(
-        batch, layer, choose, requests, queries, new_lens, causal if layer.causal else False, lse or bool(chunks)
-    )
+    new = None
+    if batch.self_attention:
+        causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
+        seen = causal if layer.causal else False
+        new = _prepared(
+            _contiguous(batch, layer, choose, requests, queries, new_lens, seen, lse or bool(chunks)), layer
+        )
     context = []
     for chunk, span, host, lens in zip(chunks, spans, pieces, piece_lens, strict=True):
         rows = slice(requests.start + span.start, requests.start + span.stop)
@@ -166,7 +195,8 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
             prepared=None,
         )
         context.append(Context(_prepared(gather, layer), _prepared(attend, layer)))
-    return Prefill(_prepared(new, layer), tuple(context))
+    cu = batch.host_cu_seqlens_q
+    return Prefill(slice(int(cu[requests.start]), int(cu[requests.stop])), new, tuple(context))
 
 
 def _spread(chunk: ContextChunk, span: slice) -> Int32:

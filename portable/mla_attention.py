@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +13,16 @@ from portable.attention import NO_TENSORS, Kernels, load_kernels
 from portable.batch import Batch
 from portable.kernel import KV, AttnOut, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.limits import Limits
 from portable.mla import MAX_DECODE_QUERIES, MlaPlan, workspace_bytes, workspace_tokens
 from portable.mla_slot import MlaSlot
 from portable.mla_weights import MlaWeights
+from portable.padded_plans import PaddedPlans
 from portable.parts import Parts
 from portable.platform.detect import detect
 from portable.ragged import next_power_of_2
 from portable.select import Choice, parse_requested, requested_from_env
+from portable.sizes import Size
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 Pages = KV | tuple[torch.Tensor, None] | torch.Tensor
 
 
-class MlaAttention:
+class MlaAttention(PaddedPlans[MlaPlan]):
     """All the MLA layers of a model that share one `Layer`.
 
     The cache holds latents: [pages, page_size, rank + rope], as `allocate_cache` makes it. Decodes attend to the
@@ -78,10 +81,7 @@ class MlaAttention:
             raise UnsupportedError(
                 "batch_invariant is set; how MLA's products with its up-projection are summed depends on the batch"
             )
-        limits = {"page_size": page_size, "max_reqs": max_reqs, "max_tokens": max_tokens, "max_seq_len": max_seq_len}
-        for name, value in limits.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        self.limits = Limits(page_size=page_size, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         self.layer = layer
         self.page_size = page_size
         self.max_reqs, self.max_tokens, self.max_seq_len = max_reqs, max_tokens, max_seq_len
@@ -118,27 +118,81 @@ class MlaAttention:
         )
 
     def workspace_bytes(self) -> int:
-        """The most that the contexts of a step take at once, on the device, however long they are.
+        """The most that the contexts of a step take at once, on the device, and what padded plans hold there.
 
         Beside it is an output [T, H, Dv] of a chunk's tokens: 1,053 MiB in all were measured where this is 1,019, for
         512 tokens on a context of 16k and on one of 128k alike (128 heads, bfloat16).
         """
-        return workspace_bytes(self.layer, self.workspace)
+        return workspace_bytes(self.layer, self.workspace) + sum(slot.nbytes for slot in self._slots.values())
 
-    def plan(self, step: Batch | Parts, *, slot: int = 0) -> MlaPlan:
+    def warmup(
+        self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True, cache: Pages | None = None,
+        tensors: LayerTensors | None = None,
+    ) -> int:  # fmt: skip
+        """Compile all that steps of this object's limits launch, as `Attention.warmup` does.
+
+        Args:
+            query_lens: the new tokens per request of the steps to come, (1,) for decodes alone; None: any. Lengths up
+                to 8 stand for requests on a context and for first chunks.
+            return_lse: whether `run` will be asked for an LSE.
+            cache: pages like those to come, where they are not as `allocate_cache` makes them.
+            tensors: the like of those to come; None: a scale, of an fp8 cache.
+
+        Returns:
+            The number of kernels that were compiled, or read from disk.
+
+        >>> MlaAttention(Layer.mla(num_heads=2), page_size=16, device="cpu").warmup()  # nothing is compiled there
+        0
+        """
+        from portable import mla_warmup, warmup
+
+        lens, lses = self.limits.checked(query_lens), (False, True) if return_lse else (False,)
+        asked = tuple(mla_warmup.needs(self.layer, self.limits, lens, lses))
+        return self._kernels.warm(
+            asked,
+            mla_warmup.steps(self.limits, lens, self.workspace),
+            tuple(warmup.caches(self.layer, self.page_size)) if cache is None else (KV(pages_of(cache), None),),
+            warmup.example(self.layer) if tensors is None else tensors,
+            lses,
+            mla_warmup.launches(self.workspace, asked),
+        )
+
+    def plan(self, step: Batch | Parts, *, pad_to: int | Size | None = None, slot: int = 0) -> MlaPlan:
         """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
+
+        `Parts` (a tree, a shared prefix) run one by one and are merged.
+
+        Args:
+            pad_to: what a step of decodes, of up to 8 new tokens each, is padded to for a graph; see `Attention.plan`.
+            slot: plans of several slots live at the same time, in memory of their own.
 
         Raises:
             ValueError: the step is larger than this object was made for, on another device, or of another page size.
-            UnsupportedError: a step in parts (a tree, a shared prefix), or a shard with more new tokens per request
-                than a decode has.
+            UnsupportedError: parts, or requests of more than 8 new tokens, with `pad_to`.
         """
-        if isinstance(step, Parts):
-            raise UnsupportedError("step is in Parts (a tree, a shared prefix); MlaAttention plans a Batch")
-        self._check(step)
+        if pad_to is not None:
+            if isinstance(step, Parts):
+                raise UnsupportedError("step is in Parts (a tree, a shared prefix), which are not padded to a size")
+            return self._plan_padded(step, pad_to, slot)
+        self.limits.check(step.batches[0] if isinstance(step, Parts) else step, self.device, "MlaAttention")
+        return self._slot(slot).renew(step)
+
+    def _plan_padded(self, step: Batch, pad_to: int | Size, slot: int) -> MlaPlan:
+        size = self._checked_size(step, pad_to)
+        if size.queries > MAX_DECODE_QUERIES:
+            raise UnsupportedError(
+                f"pad_to has requests of {size.queries} new tokens; MLA is captured up to {MAX_DECODE_QUERIES}, which "
+                "its decode kernels take: more are a prefill, whose contexts are gathered by numbers of the host"
+            )
+        return self._renew_padded(step, size, slot)
+
+    def _slot(self, slot: int) -> MlaSlot:
         if slot not in self._slots:
             self._slots[slot] = MlaSlot(self.layer, self._kernels, self.workspace)
-        return self._slots[slot].renew(step)
+        return self._slots[slot]
+
+    def _slot_of(self, plan: MlaPlan) -> MlaSlot:
+        return next(slot for slot in self._slots.values() if slot.plan is plan)
 
     def write(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: Pages, plan: MlaPlan, tensors: LayerTensors = NO_TENSORS
@@ -184,21 +238,6 @@ class MlaAttention:
         pages = None if cache is None else pages_of(cache)
         ops.mla_attend(q_nope, q_pe, kv_c, k_pe, pages, *weights, tensors.k_scale, out, lse, plan.handle)
         return AttnOut(out, lse)
-
-    def _check(self, batch: Batch) -> None:
-        for name, value, limit in (
-            ("requests", batch.num_reqs, self.max_reqs),
-            ("tokens", batch.num_tokens, self.max_tokens),
-            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
-        ):
-            if value > limit:
-                raise ValueError(f"the batch has {value} {name}, above the {limit} that this MlaAttention was made for")
-        if batch.block_table is not None and batch.page_size != self.page_size:
-            raise ValueError(
-                f"the batch has page_size {batch.page_size}; this MlaAttention was made for {self.page_size}"
-            )
-        if batch.device != self.device:
-            raise ValueError(f"the batch is on {batch.device}; this MlaAttention runs on {self.device}")
 
     def _check_current(self, plan: MlaPlan) -> None:
         if torch.compiler.is_compiling():

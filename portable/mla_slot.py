@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,11 +11,17 @@ import torch
 from portable import ops
 from portable.batch import Batch
 from portable.check import check_latents, check_mla_run, facts, step_facts
-from portable.kernel import KV, Kernel, Needs, Op, Segment
+from portable.kernel import KV, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.mha import Choose
 from portable.mla import Context, MlaPlan, MlaSegments, Prefill, plan_mla
 from portable.mla_weights import MlaWeights, joined
+from portable.parts import Parts
+from portable.persistent import Persistent
+from portable.planned import Padded
+from portable.ragged import round_up
+from portable.refresh import Refresh
+from portable.sizes import Size
 
 PLAIN = LayerTensors()
 REMEMBERED = 256  # sets of arguments that passed the checks, before a slot starts afresh
@@ -41,17 +48,41 @@ class MlaSlot:
         self.handle = ops.register(self)
         self.plan: MlaPlan | None = None
         self._ways: dict[bool, MlaSegments] = {}
+        self._refresh: Refresh | None = None  # made at the first step that is padded to a size
         self._step: tuple[Any, ...] = ()
         self._passed: set[tuple[Any, ...]] = set()  # arguments like those of another layer or step are not checked anew
 
-    def renew(self, batch: Batch) -> MlaPlan:
+    def renew(self, step: Batch | Parts) -> MlaPlan:
         """The plan of a new step; what an earlier one held is gone."""
-        self._ways, self._step = {False: self._segments(batch, False)}, step_facts(batch)
-        write: Kernel | None = None
+        if isinstance(step, Parts):
+            batch, parts = step.step, step.batches
+            segments = MlaSegments((), (), tuple(self._planned(part, True) for part in parts))
+            self._ways = {False: segments, True: segments}
+        else:
+            batch, parts = step, ()
+            segments = self._planned(step, False)
+            self._ways = {False: segments}
+        plan = MlaPlan(batch, segments, None, self.handle, parts=parts)
         if batch.slot_mapping is not None:
-            write = self.kernels(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
-        self.plan = MlaPlan(batch, self._ways[False], write, self.handle)
+            plan = replace(plan, write=self.kernels(Op.CACHE_WRITE, Needs(page_size=plan.of_cache.page_size)))
+        self._step, self.plan = step_facts(plan.of_cache), plan
+        return plan
+
+    def renew_padded(self, batch: Batch, size: Size, memory: Callable[[], Persistent]) -> MlaPlan:
+        """The plan of a step that is padded to a size, in the slot's memory, which is made at the first one."""
+        if self._refresh is None:
+            self._refresh = Refresh(self.layer, self.kernels, Op.MLA_DECODE, memory())
+        work = self._refresh.plan(batch, size)
+        self._ways, self._step = {}, work.facts
+        segments, padded = MlaSegments((work.ways[False],), ()), Padded(batch, size, work.baked)
+        self.plan = MlaPlan(work.step.batch, segments, work.write, self.handle, padded)
         return self.plan
+
+    def advance(self) -> torch.Tensor:
+        """Positions of the new tokens, once the step of a padded plan has one more for each request."""
+        if self.plan is None or not self.plan.padded or self._refresh is None:
+            raise ValueError("the plan is of a step that is not padded to a size; advance takes one that is")
+        return self._refresh.advance()
 
     def attend_latents(
         self,
@@ -68,7 +99,7 @@ class MlaSlot:
         stride = None if pages is None else pages.stride()
         key = (self._step, facts(*given, pages, *weights, tensors.k_scale, out), stride)
         if key not in self._passed:
-            check_mla_run(self.layer, batch, new, pages, halves, tensors, out)
+            check_mla_run(self.layer, self.plan.of_cache, new, pages, halves, tensors, out)
             if len(self._passed) >= REMEMBERED:
                 self._passed.clear()
             self._passed.add(key)
@@ -79,17 +110,55 @@ class MlaSlot:
         wants_lse = lse is not None
         if wants_lse not in self._ways:
             self._ways[wants_lse] = self._segments(batch, wants_lse)
-        segments = self._ways[wants_lse]
+        segments, tokens = self._ways[wants_lse], batch.padded_tokens
+        if segments.parts:
+            self._run_parts(segments.parts, batch.num_tokens, new, pages, halves, tensors, out, lse)
+            return
+        self.run(segments, tokens, new, pages, halves, tensors, out, lse)
+        if self.plan.padded and self._refresh is not None:
+            self._refresh.mask(out, lse)
+
+    def run(
+        self,
+        segments: MlaSegments,
+        tokens: int,
+        new: Latents,
+        pages: torch.Tensor | None,
+        weights: MlaWeights,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """One layer of a step of so many tokens, of arguments that were checked."""
         for segment in segments.decodes:
             assert pages is not None
-            at, kv = segment.tokens, KV(pages, None)
-            if at.stop - at.start == batch.padded_tokens:  # nothing to cut
-                self._decode(segment, new, kv, halves, tensors, out, lse)
+            at, kv = segment.tokens, KV(latents_as(pages, segment.page_size), None)
+            if at.stop - at.start == tokens:  # nothing to cut
+                self._decode(segment, new, kv, weights, tensors, out, lse)
                 continue
-            self._decode(segment, new.at(at), kv, halves, tensors, out[at], None if lse is None else lse[:, at])
+            self._decode(segment, new.at(at), kv, weights, tensors, out[at], None if lse is None else lse[:, at])
         for prefill in segments.prefills:
-            at = prefill.new.tokens
-            self._prefill(prefill, new.at(at), pages, halves, tensors, out[at], None if lse is None else lse[:, at])
+            at = prefill.tokens
+            self._prefill(prefill, new.at(at), pages, weights, tensors, out[at], None if lse is None else lse[:, at])
+
+    def _run_parts(
+        self,
+        parts: tuple[MlaSegments, ...],
+        tokens: int,
+        new: Latents,
+        pages: torch.Tensor | None,
+        weights: MlaWeights,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Each part of a step of so many tokens into an output of its own, and their merge."""
+        partial = [(torch.empty_like(out), new_logs(new.q_nope)) for _ in parts]
+        for segments, (part, log) in zip(parts, partial, strict=True):
+            self.run(segments, len(out), new, pages, weights, tensors, part, log)
+        outs, logs = (tuple(each) for each in zip(*((o[:tokens], x[:, :tokens]) for o, x in partial), strict=True))
+        merged = None if lse is None else lse[:, :tokens]
+        self.kernels(Op.MERGE, Needs()).run(outs, logs, None, out[:tokens], merged)
 
     def write(self, new: KV, kv: KV, tensors: LayerTensors) -> None:
         """The new tokens' latents into their slots."""
@@ -97,11 +166,21 @@ class MlaSlot:
         batch = self.plan.batch
         if self.plan.write is None or batch.slot_mapping is None:
             raise ValueError("the plan writes nothing: its batch has no slot_mapping, which block_table brings")
-        check_latents(self.layer, batch, new.k, new.v, kv.k, tensors)
+        check_latents(self.layer, self.plan.of_cache, new.k, new.v, kv.k, tensors)
         if batch.num_tokens:
             self.plan.write.run(new.k, new.v, kv, batch.slot_mapping, self.layer, tensors)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that padded steps hold on the device."""
+        return 0 if self._refresh is None else self._refresh.nbytes
+
     def _segments(self, batch: Batch, lse: bool) -> MlaSegments:
+        if self._refresh is not None and self.plan is not None and self.plan.padded:
+            return MlaSegments((self._refresh.segment(lse),), ())
+        return self._planned(batch, lse)
+
+    def _planned(self, batch: Batch, lse: bool) -> MlaSegments:
         return plan_mla(batch, self.layer, self.kernels, workspace=self.workspace, lse=lse)
 
     def _decode(
@@ -131,14 +210,19 @@ class MlaSlot:
     ) -> None:
         """The new tokens among themselves, then a chunk of the contexts at a time, each merged where it belongs."""
         q, logs = joined(new.q_nope, new.q_pe), lse
-        if prefill.context:  # float64 layers merge by a float64 LSE
-            logs = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
-        self._attend(prefill.new, q, new.kv_c, new.k_pe, weights, out, logs)
+        if prefill.context or prefill.new is None:
+            logs = new_logs(q)
+        if prefill.new is not None:
+            self._attend(prefill.new, q, new.kv_c, new.k_pe, weights, out, logs)
+        elif logs is not None:
+            out.zero_()
+            logs.fill_(-torch.inf)
         for chunk in prefill.context:
             assert pages is not None and logs is not None
-            first, of = prefill.new.tokens.start, chunk.attend.tokens
+            first, of = prefill.tokens.start, chunk.attend.tokens
             rows = slice(of.start - first, of.stop - first)
-            self._merge_context(chunk, q[rows], KV(pages, None), weights, tensors, out[rows], logs[:, rows])
+            kv = KV(latents_as(pages, chunk.gather.page_size), None)
+            self._merge_context(chunk, q[rows], kv, weights, tensors, out[rows], logs[:, rows])
         if lse is not None and logs is not None and logs is not lse:
             lse.copy_(logs)
 
@@ -155,10 +239,10 @@ class MlaSlot:
         """One chunk of the contexts into `out` and `lse`; all that it took is free again at the end."""
         latents = chunk.gather.kernel.run(kv, chunk.gather, self.layer, tensors).k
         kv_c, k_pe = latents.split([self.layer.kv_lora_rank, self.layer.qk_rope_head_dim], -1)
-        part, part_lse = torch.empty_like(out), torch.empty_like(lse)
+        part, part_lse = torch.empty_like(out), new_logs(q)
         self._attend(chunk.attend, q, kv_c, k_pe, weights, part, part_lse)
         # `lse` is read by all threads that share a row, so a kernel that wrote it in place could read what it wrote
-        merged = torch.empty_like(lse)
+        merged = new_logs(q)
         self.kernels(Op.MERGE, Needs()).run((out, part), (lse, part_lse), None, out, merged)
         lse.copy_(merged)
 
@@ -174,3 +258,22 @@ class MlaSlot:
     ) -> None:
         k, v = weights.up_project(kv_c, k_pe)
         segment.kernel.run(q, KV(k, v), segment, self.expanded, PLAIN, out, lse)
+
+
+def new_logs(q: torch.Tensor) -> torch.Tensor:
+    """[H, T] for an LSE that is merged, in float64 for a float64 layer.
+
+    Heads are a multiple of 16 apart, so that the kernels for it do not depend on the number of tokens.
+    """
+    tokens, heads = q.shape[:2]
+    return q.new_empty(heads, round_up(tokens, 16), dtype=torch.promote_types(q.dtype, torch.float32))[:, :tokens]
+
+
+def latents_as(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The same pages with another number of tokens each, as a view: what a draft tree's pages of one token read."""
+    if pages.shape[1] == page_size:
+        return pages
+    if pages.stride(0) != pages.shape[1] * pages.stride(1):
+        raise ValueError(f"cache has strides {list(pages.stride())}; pages of {page_size} tokens need equal steps")
+    view: torch.Tensor = pages.flatten(0, 1).unflatten(0, (-1, page_size))
+    return view

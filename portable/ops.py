@@ -228,6 +228,14 @@ def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return guard
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one of its kind, unless it is."""
+    if device.type == "cpu" or device.index in (None, _current_device(device.type)()):
+        return nullcontext()
+    guard: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return guard
+
+
 for _name, _run in (
     ("attend", _attend),
     ("mla_attend", _mla_attend),

@@ -69,7 +69,7 @@ def cu_from_lens(lens: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.int32] | 
         return cu
     values = np.asarray(lens)
     out = np.zeros(values.size + 1, dtype=np.int32)
-    np.cumsum(values, out=out[1:])
+    values.cumsum(out=out[1:])
     return out
 
 

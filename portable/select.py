@@ -15,7 +15,7 @@ from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
 
 if TYPE_CHECKING:
-    from portable.platform.target import Target
+    from portable.platform.target import Fastest, Target
 
 REFERENCE = "reference"  # the provider that is asked last
 VARIABLE = "PORTABLE_BACKEND"
@@ -113,8 +113,9 @@ def select(
             automatic choice for which its provider has no kernel.
         installed: distribution name -> version, or `Package`; None = nothing is installed.
         kernels: the candidates in their order of registration.
-        order: operation -> provider (or kernel) names, best first; None = the order of the target's vendor.
-            What it does not list follows as registered, and the reference comes last.
+        order: operation -> provider (or kernel) names, best first; None = what was measured on the target's arch for
+            the need, and then the order of its vendor. What it does not list follows as registered, and the reference
+            comes last.
         verdict: asked last, of one kernel after the other until one may be used; None = every one may.
 
     Raises:
@@ -129,7 +130,7 @@ def select(
         parse_requested(requested),
         {} if installed is None else installed,
         tuple(kernels or ()),
-        vendor_order(target) if order is None else order,
+        order,
         verdict,
     )
     able = [kernel for kernel, reasons in asked if not reasons]
@@ -149,12 +150,15 @@ def survey(
     request: Request | None,
     installed: Mapping[str, str | Package],
     kernels: tuple[Kernel, ...],
-    order: Mapping[str, Sequence[str]],
+    order: Mapping[str, Sequence[str]] | None,
     verdict: Verdict | None = None,
 ) -> tuple[str, tuple[tuple[Kernel, Reasons], ...]]:
     """How the choice is made, and every candidate in its order with its reasons (none: it can serve)."""
     how, candidates = _candidates(op, kernels, request)
-    names = {str(key): ranked for key, ranked in order.items()}.get(op.value, ())
+    if order is None:
+        names = (*measured(op, target, layer, needs), *vendor_order(target).get(op.value, ()))
+    else:
+        names = tuple({str(key): ranked for key, ranked in order.items()}.get(op.value, ()))
 
     def rank(kernel: Kernel) -> int:
         if kernel.caps.provider == REFERENCE:
@@ -188,6 +192,22 @@ def vendor_order(target: Target) -> Mapping[str, Sequence[str]]:
 
     order: Mapping[str, Sequence[str]] = getattr(vendors().get(target.vendor), "ORDER", {})
     return order
+
+
+def measured(op: Op, target: Target, layer: Layer, needs: Needs) -> tuple[str, ...]:
+    """The names that the vendor's first row of `MEASURED` for this need puts before its order; () where none fits."""
+    from portable.platform.detect import vendors
+
+    rows: Sequence[Fastest] = getattr(vendors().get(target.vendor), "MEASURED", ())
+    facts = {
+        "num_heads": layer.num_heads,
+        "qk_head_dim": layer.qk_head_dim,
+        "query_len": needs.query_len,
+        "seq_len": needs.seq_len,
+        "reqs": needs.reqs,
+        "page_size": needs.page_size or 0,
+    }
+    return next((row.first for row in rows if row.fits(op.value, target.arch, facts)), ())
 
 
 def check_request(request: Request, kernels: Iterable[Kernel]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,6 +14,10 @@ from portable.check import check_run, check_write, facts, step_facts
 from portable.kernel import KV, Kernel, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.mha import MhaPlan, plan_segments
+from portable.persistent import Persistent
+from portable.planned import Padded
+from portable.refresh import Refresh
+from portable.sizes import Size
 
 Segments = tuple[tuple[Segment, ...], ...]
 REMEMBERED = 256  # sets of arguments that passed the checks, before a slot starts afresh
@@ -38,6 +43,7 @@ class Slot:
         self._partial: tuple[Layer, Kernels] | None = None
         self._ways: dict[tuple[bool, bool], Segments] = {}
         self._step: tuple[Any, ...] = ()
+        self._refresh: Refresh | None = None  # made at the first step that is padded to a size
         self._passed: set[tuple[Any, ...]] = set()  # arguments like those of another layer or step are not checked anew
 
     def renew(self, parts: tuple[Batch, ...]) -> MhaPlan:
@@ -50,6 +56,22 @@ class Slot:
             write = self.kernels(Op.CACHE_WRITE, Needs(page_size=parts[0].page_size))
         self.plan = MhaPlan(parts, self._ways[way], write, self.handle)
         return self.plan
+
+    def renew_padded(self, batch: Batch, size: Size, memory: Callable[[], Persistent]) -> MhaPlan:
+        """The plan of a step that is padded to a size, in the slot's memory, which is made at the first one."""
+        if self._refresh is None:
+            self._refresh = Refresh(self.layer, self.kernels, Op.PAGED, memory())
+        work = self._refresh.plan(batch, size)
+        self._ways, self._step = {}, work.facts
+        padded = Padded(batch, size, work.baked)
+        self.plan = MhaPlan((work.step.batch,), ((work.ways[False],),), work.write, self.handle, padded)
+        return self.plan
+
+    def advance(self) -> torch.Tensor:
+        """Positions of the new tokens, once the step of a padded plan has one more for each request."""
+        if self.plan is None or not self.plan.padded or self._refresh is None:
+            raise ValueError("the plan is of a step that is not padded to a size; advance takes one that is")
+        return self._refresh.advance()
 
     def attend(
         self,
@@ -68,6 +90,12 @@ class Slot:
         if key not in self._passed:
             check_run(self.layer, parts, q, kv, new, tensors, out)
             self._pass(key)
+        if self.plan.padded:
+            assert self._refresh is not None
+            chosen = (self._refresh.segment(lse is not None),)
+            run_part(parts[0], chosen, self.layer, q, kv, None, tensors, out, lse)
+            self._refresh.mask(out, lse)
+            return
         num_tokens = parts[0].num_tokens
         if parts[0].padded_tokens > num_tokens:
             out[num_tokens:] = 0
@@ -83,9 +111,9 @@ class Slot:
         layer, kernels = self._of_parts()
         without = tensors._replace(sinks=None)
         partial = []
-        for part, chosen in zip(parts, segments, strict=True):
+        for part, served in zip(parts, segments, strict=True):
             part_out, part_lse = torch.empty_like(out), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-            run_part(part, chosen, layer, q, kv, new, without, part_out, part_lse)
+            run_part(part, served, layer, q, kv, new, without, part_out, part_lse)
             partial.append((part_out[:num_tokens], part_lse[:, :num_tokens]))
         outs, lses = zip(*partial, strict=True)
         merged_lse = None if lse is None else lse[:, :num_tokens]
@@ -103,6 +131,11 @@ class Slot:
             self._pass(key)
         if step.num_tokens:
             self.plan.write.run(new.k, new.v, kv, step.slot_mapping, self.layer, tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that padded steps hold on the device."""
+        return 0 if self._refresh is None else self._refresh.nbytes
 
     def _pass(self, key: tuple[Any, ...]) -> None:
         if len(self._passed) >= REMEMBERED:

@@ -50,7 +50,7 @@ class PrefillStates:
     checkpoint_chunks: torch.Tensor | None  # [P] i32, the chunk that ends at the row's checkpoint; -1 without one
     conv_requests: torch.Tensor  # [C] i32, the row of each block of `conv_block` tokens of the causal convolution
     conv_offsets: torch.Tensor  # [C] i32, and which block of the row it is
-    conv_block: int
+    conv_block: int  # at least W - 1
     max_query_len: int
     pad_slot: int
 

@@ -18,6 +18,7 @@ from portable.paging import PAD_SLOT, slot_mapping
 from portable.parts import Parts, prefix, prefix_pays, tree, without_leading
 from portable.ragged import IntArray, cu_from_lens, ragged_arange
 from portable.shards import shard, shard_lens
+from portable.sizes import Size
 from portable.upload import upload
 from portable.view import View
 
@@ -29,6 +30,7 @@ __all__ = [
     "encoder",
     "local",
     "local_capacity",
+    "local_size",
     "prefix",
     "prefix_pays",
     "shard",
@@ -124,6 +126,18 @@ def local_capacity(num_reqs: int, num_tokens: int, chunk: int) -> int:
     beyond = num_tokens - reqs
     seconds = min(reqs, beyond)
     return reqs + seconds + (beyond - seconds) // chunk if reqs else 0
+
+
+def local_size(size: Size, chunk: int) -> Size:
+    """The size that holds what `local` makes of any step of a size.
+
+    >>> local_size(Size(8), 4), local_size(Size(3, 17, tokens=19), 4).reqs
+    (Size(reqs=8, queries=1, tokens=None, seq_len=4, ahead=0), 9)
+    """
+    if size.uniform and size.queries == 1:
+        return Size(size.reqs, seq_len=chunk)
+    reqs = local_capacity(size.reqs, size.padded_tokens, chunk)
+    return Size(reqs, min(size.queries, chunk), size.padded_tokens, chunk)
 
 
 def cross(batch: Batch, encoder_lens: IntArray, block_table: torch.Tensor, page_size: int | None = None) -> Batch:

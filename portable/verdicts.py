@@ -154,6 +154,7 @@ class Verdicts:
             versions[name] = found.version if isinstance(found, Package) else found
         facts = {
             "kernel": kernel.name,
+            "plug-in": kernel.plugin,
             "packages": versions,
             "torch": torch.__version__,
             "runtime": target.runtime,
@@ -165,8 +166,8 @@ class Verdicts:
 
 
 def is_vendors(kernel: Kernel) -> bool:
-    """Whether a kernel calls a package that is not ours to prove."""
-    return any(name not in OURS for name, _ in kernel.caps.requires)
+    """Whether a kernel is a plug-in's, or calls a package, that is not ours to prove."""
+    return kernel.plugin is not None or any(name not in OURS for name, _ in kernel.caps.requires)
 
 
 def _late(kernel: Kernel) -> bool:

@@ -7,6 +7,7 @@ query length, the number of requests, and the width of the block table: from whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,43 +20,13 @@ from portable.batch import Batch
 from portable.cache import cache_shapes
 from portable.kernel import KV, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
+from portable.limits import Limits
 from portable.mha import Choose, plan_segments
-from portable.ragged import cdiv, next_power_of_2
+from portable.ragged import next_power_of_2
 
 OURS = "triton"  # the provider whose launches can be recorded
 Record = Callable[[], AbstractContextManager[list[Any]]]
-SHORT = 16  # tokens: shorter queries are compiled for one by one, longer ones by power of two
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The largest step that will be planned."""
-
-    page_size: int
-    max_reqs: int
-    max_tokens: int
-    max_seq_len: int
-
-    @property
-    def query_lens(self) -> tuple[int, ...]:
-        """Lengths that stand for all up to the longest.
-
-        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=64).query_lens[14:]
-        (15, 16, 32, 64)
-        """
-        most = min(self.max_tokens, self.max_seq_len)
-        longer = [SHORT << i for i in range(1, 40) if SHORT << (i - 1) < most]
-        return tuple(dict.fromkeys(min(n, most) for n in (*range(1, SHORT + 1), *longer)))
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of block tables, from one to the most.
-
-        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=4096).widths
-        (1, 4, 16, 64, 256)
-        """
-        most = cdiv(self.max_seq_len, self.page_size)
-        return (*(4**i for i in range(20) if 4**i < most), most)
+Launch = Callable[[Layer, Choose, Batch, KV, LayerTensors, bool], None]
 
 
 def steps(limits: Limits, query_lens: Iterable[int]) -> Iterator[Batch]:
@@ -92,10 +63,10 @@ def step(query_lens: list[int], seq_lens: list[int], width: int, page_size: int)
 
 def caches(layer: Layer, page_size: int) -> Iterator[KV]:
     """Pages without memory, within 2 GiB and beyond: where there are buffer loads, 32-bit offsets read the former."""
-    page = page_size * layer.num_kv_heads * min(layer.qk_head_dim, layer.v_head_dim) * layer.kv_dtype.itemsize
+    page = min(math.prod(shape) for shape in cache_shapes(layer, 1, page_size) if shape) * layer.kv_dtype.itemsize
     for num_pages in (16, (1 << 31) // page + 16):
         k, v = cache_shapes(layer, num_pages, page_size)
-        yield KV(_empty(k, layer.kv_dtype), None if v is None else _empty(v, layer.kv_dtype))
+        yield KV(meta(k, layer.kv_dtype), None if v is None else meta(v, layer.kv_dtype))
 
 
 def warm(
@@ -107,29 +78,31 @@ def warm(
     pages: tuple[KV, ...],
     tensors: LayerTensors,
     lses: tuple[bool, ...],
+    launch: Launch | None = None,
 ) -> int:
     """Compile what the steps launch; how many kernels that are.
 
     Args:
         record: within `record()` launches are listed, and nothing runs.
         build: compiles what listed launches need; how many kernels were not there.
+        launch: what one layer of a step may launch; None: as `Attention` does.
     """
     compiled = 0
     for batch in batches:
         with record() as calls:
             for lse in lses:
                 for kv in pages:
-                    _launch(layer, choose, batch, kv, tensors, lse)
+                    (launch or _launch)(layer, choose, batch, kv, tensors, lse)
         compiled += build(calls)
     return compiled
 
 
 def _launch(layer: Layer, choose: Choose, batch: Batch, kv: KV, tensors: LayerTensors, lse: bool) -> None:
     """Everything that one layer of a step may launch."""
-    q = _empty((batch.num_tokens, layer.num_heads, layer.qk_head_dim), layer.dtype)
-    new = KV(*(_empty((batch.num_tokens, layer.num_kv_heads, n), layer.dtype) for n in (q.shape[-1], layer.v_head_dim)))
-    out = _empty((batch.num_tokens, layer.num_heads, layer.v_head_dim), layer.dtype)
-    log = _empty((layer.num_heads, batch.num_tokens), torch.float32) if lse else None
+    q = meta((batch.num_tokens, layer.num_heads, layer.qk_head_dim), layer.dtype)
+    new = KV(*(meta((batch.num_tokens, layer.num_kv_heads, n), layer.dtype) for n in (q.shape[-1], layer.v_head_dim)))
+    out = meta((batch.num_tokens, layer.num_heads, layer.v_head_dim), layer.dtype)
+    log = meta((layer.num_heads, batch.num_tokens), torch.float32) if lse else None
     for contiguous in (False, True):
         for segment in _ours(batch, layer, choose, lse, contiguous):
             at = segment.tokens
@@ -163,8 +136,8 @@ class _Without:
 
 def example(layer: Layer) -> LayerTensors:
     """The tensors that a layer cannot do without, and scales per tensor for a cache that takes some."""
-    heads = _empty((layer.num_heads,), torch.float32)
-    scale = _empty((), torch.float32) if layer.kv_dtype.itemsize == 1 else None
+    heads = meta((layer.num_heads,), torch.float32)
+    scale = meta((), torch.float32) if layer.kv_dtype.itemsize == 1 else None
     return LayerTensors(heads if layer.sinks else None, heads if layer.alibi else None, scale, scale)
 
 
@@ -183,5 +156,6 @@ def needs(
                 seq_len *= 2
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -8,16 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import cells
-import contract
 import pytest
 import torch
 from fakes.dense import attention, check_offsets, need, sides
-from inputs import segment
 
 import portable
 from portable.backends.adapter import Adapter, Convention
 from portable.backends.rows import each_query
+from portable.conformance import cells, contract
+from portable.conformance.inputs import segment
 from portable.kernel import Kernel, KernelCaps, LseForm, Op
 from portable.layer import Layer, UnsupportedError
 from portable.merge import has_keys

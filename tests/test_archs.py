@@ -3,6 +3,7 @@
 import pytest
 from machines import GIB, MI300X, RX7900, machine
 
+from portable.attention import load_kernels
 from portable.kernel import Op
 from portable.platform import amd, nvidia
 from portable.platform.detect import describe, detect, vendors
@@ -112,6 +113,15 @@ def test_every_vendor_orders_every_operation_with_the_reference_last():
         assert set(vendor.ORDER) == {op.value for op in Op}
         assert all(providers[-1] == "reference" for providers in vendor.ORDER.values())
         assert {vendor.ORDER[op] for op in Op}  # an Op looks its own name up
+
+
+def test_what_was_measured_names_operations_archs_and_kernels_that_there_are():
+    kernels = load_kernels()
+    names = {name for kernel in kernels for name in (kernel.name, kernel.caps.provider)}
+    for vendor in vendors({"PORTABLE_PLUGINS": ""}).values():
+        for row in getattr(vendor, "MEASURED", ()):
+            assert row.op in {op.value for op in Op} and set(row.archs) <= set(vendor.ARCHS)
+            assert row.first and set(row.first) <= names
 
 
 def test_the_tables_hold_the_devices_of_this_field():

@@ -18,6 +18,7 @@ import torch
 
 import portable
 from portable import cli, doctor
+from portable.attention import load_kernels
 from portable.explain_cli import parse_dtype
 from portable.kernel import FEATURES, Kernel, KernelCaps, Op, Requires
 from portable.layer import CACHE_LAYOUTS, Layer, UnsupportedError
@@ -243,13 +244,21 @@ def test_doctor_lists_plug_ins_and_whether_they_may_load(monkeypatch: pytest.Mon
     points = [EntryPoint("b", "pkg.b", "portable.kernels"), EntryPoint("a", "pkg.a", "portable.kernels")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "portable.kernels" else [])
     monkeypatch.setenv("PORTABLE_PLUGINS", "a, c")
-    assert doctor.report(os.environ)["plugins"] == {
+    load_kernels.cache_clear()
+    found = doctor.report(os.environ)
+    load_kernels.cache_clear()
+    problem = "ModuleNotFoundError: No module named 'pkg'"
+    of_both = {"distribution": None}
+    assert found["plugins"] == {
         "portable.platforms": [],
         "portable.kernels": [
-            {"name": "a", "value": "pkg.a", "allowed": True},
-            {"name": "b", "value": "pkg.b", "allowed": False},
+            {"name": "a", "value": "pkg.a", "allowed": True, "state": "left out", "problem": problem, **of_both},
+            {"name": "b", "value": "pkg.b", "allowed": False, "state": "not allowed", "problem": None, **of_both},
         ],
     }
+    text = doctor.render(found)
+    assert re.search(rf"no +portable.kernels +a +pkg.a +{problem}", text)
+    assert re.search(r"not used +portable.kernels +b +pkg.b +PORTABLE_PLUGINS leaves it out", text)
 
 
 # explain

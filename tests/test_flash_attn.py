@@ -9,16 +9,15 @@ from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
-import cells
-import contract
 import pytest
 import torch
 from fakes import flash_attn_2, flash_attn_3, flash_attn_4
 from fakes.dense import Empty
-from inputs import build as build_inputs
 
 import portable
 from portable.backends import flash_attn, selftest
+from portable.conformance import cells, contract
+from portable.conformance.inputs import build as build_inputs
 from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.platform.target import Target
@@ -32,7 +31,8 @@ CK = [
     replace(flash_attn_2.CK, empty=Empty(lse, out))
     for lse, out in ((-math.inf, 0.0), (math.inf, 0.0), (0.0, math.nan), (math.nan, 0.0))
 ] + [replace(flash_attn_2.CK, folds=True)]
-AITER = [replace(flash_attn_2.AITER, empty=Empty(lse)) for lse in (-math.inf, 0.0)]
+AITER = [replace(flash_attn_2.AITER, empty=Empty(lse), literal=lse == 0.0) for lse in (-math.inf, 0.0)]
+AITER_DECODE = [replace(flash_attn_2.AITER, literal=literal) for literal in (True, False)]
 V3 = [flash_attn_3.Build(), flash_attn_3.Build(schedules=False, tail="masked")]
 V3_SINKS = [
     flash_attn_3.Build(sink_skipped=skipped, sink_empty=out) for skipped in (True, False) for out in (0.0, math.nan)
@@ -56,6 +56,7 @@ BUILDS: dict[str, tuple[str, str, list[Callable[[], ModuleType]]]] = {
     "flash_attn.ck": ("flash_attn", "gfx942", [lambda b=b: flash_attn_2.module(b) for b in CK]),
     "flash_attn.triton": ("flash_attn", "gfx1100", [lambda: flash_attn_2.module(flash_attn_2.TRITON)]),
     "flash_attn.aiter": ("flash_attn", "gfx950", [lambda b=b: flash_attn_2.module(b) for b in AITER]),
+    "flash_attn.aiter_kvcache": ("flash_attn", "gfx1100", [lambda b=b: flash_attn_2.module(b) for b in AITER_DECODE]),
 }
 
 
@@ -152,7 +153,12 @@ def test_each_release_is_for_its_own_devices():
     assert chosen("sm100", Op.PREFILL, flash__attn__4="4.0.0b36") == "flash_attn_4.varlen"
     assert chosen("sm80", Op.PREFILL, flash__attn="2.8.3") == "flash_attn.varlen"
     assert chosen("gfx942", Op.PREFILL, flash__attn="2.8.3") == "flash_attn.ck_varlen"
-    for arch, packages in (("gfx942", {"flash_attn_3": "3.0.0b1"}), ("sm120", {"flash__attn__4": "4.0.0b36"})):
+    for arch, packages in (
+        ("gfx942", {"flash_attn_3": "3.0.0b1"}),
+        ("sm120", {"flash__attn__4": "4.0.0b36"}),
+        ("sm100", {"flash__attn__4": "4.0.0b35"}),
+        ("sm80", {"flash__attn": "2.5.9"}),  # whose LSE is padded, [B, H, longest]
+    ):
         assert chosen(arch, Op.PREFILL, **packages) is None
 
 
@@ -184,6 +190,8 @@ def test_what_a_build_drops_or_cannot_read_is_refused():
     assert chosen("gfx942", Op.PREFILL, windowed, **triton) is None
     assert chosen("gfx942", Op.PREFILL, windowed, **{"flash__attn[triton]": "2.8.4"}) == "flash_attn.aiter_varlen"
     assert chosen("gfx942", Op.PAGED, needs=Needs(page_size=128), **triton) is None
+    assert chosen("gfx1100", Op.PAGED, **triton) is None
+    assert chosen("gfx1100", Op.PAGED, **{"flash__attn[triton]": "2.8.4"}) == "flash_attn.aiter_kvcache"
     assert chosen("gfx942", Op.PAGED, needs=Needs(page_size=64), **ck) is None
     sinks = replace(PLAIN, sinks=True)
     assert chosen("sm90", Op.PREFILL, sinks, flash_attn_3="3.0.0b1") is None

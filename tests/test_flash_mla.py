@@ -8,15 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
-import cells
-import contract
 import pytest
 import torch
 from fakes import flash_mla as fake
-from inputs import build as build_inputs
 
 import portable
 from portable.backends import flash_mla, selftest
+from portable.conformance import cells, contract
+from portable.conformance.inputs import build as build_inputs
 from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer
 
@@ -27,7 +26,7 @@ DECODE, VLLM = flash_mla.KERNELS
 
 
 def install(patch: pytest.MonkeyPatch, kernel: Kernel, build: fake.Build) -> ModuleType:
-    made = fake.module(build)
+    made = fake.module(replace(build, lazy=True, vllm=True) if kernel is VLLM else build)
     patch.setitem(sys.modules, kernel.run.__self__.convention.module, made)
     return made
 
@@ -78,11 +77,11 @@ def test_metadata_are_made_once_a_step_and_never_kept(lazy: bool, monkeypatch: p
             stale = inputs.segment
     # a step whose metadata are those of another one does not pass unseen here, and so is not offered to graphs
     with pytest.raises(IndexError, match="the metadata is of lengths"):
-        again = replace(stale.prepared, seq_lens=inputs.segment.seq_lens)
-        calls = tuple({**call, "cache_seqlens": again.seq_lens} for call in again.prepared.calls)
-        segment = replace(stale, prepared=replace(again, prepared=again.prepared._replace(calls=calls)))
+        lens = inputs.segment.seq_lens
+        calls = tuple({**call, "cache_seqlens": lens} for call in stale.prepared.calls)
+        segment = replace(stale, prepared=replace(stale.prepared, calls=calls))
         DECODE.run(inputs.q, inputs.kv, segment, LAYER, inputs.tensors, out, None)
-    assert DECODE.caps.graph is GraphLevel.NEVER
+    assert DECODE.caps.graph_level is GraphLevel.NEVER
 
 
 @pytest.mark.parametrize(

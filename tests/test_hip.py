@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
-from portable.backends.hip import FILES, KERNELS, launch, runtime
+from portable.backends.hip import FILES, KERNELS, cache, launch, paged_decode, runtime, sources
 from portable.backends.hip.objects import Store
+from portable.kernel import KV
+from portable.layer import Layer, LayerTensors
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [*sorted((ROOT / "backends" / "hip").glob("*.cu")), ROOT / "backends" / "hip" / "shim.h"]
+
+
+def decode_defines(width: int, rows: int) -> tuple[str, ...]:
+    """Of a paged decode of bfloat16."""
+    named = paged_decode.defines(torch.bfloat16, torch.bfloat16, paged_decode.cut_for(width, rows))
+    return tuple(f"{name}={value}" for name, value in named.items())
 
 
 def code_of(path: Path) -> str:
@@ -47,11 +61,124 @@ def test_the_hipified_sources_are_those_of_today():
     assert done.returncode == 0, done.stderr
 
 
+LEFT_ALONE = (  # by hipify, without a word; the sources do without them, or the shim has them for both vendors
+    "#include <cuda_fp8.h>",
+    "#include <mma.h>",
+    "__nv_fp8_e4m3",
+    "__CUDA_ARCH__",
+    "__CUDACC_RTC__",
+    "0xffffffff",
+    "__shfl_xor_sync",
+    "__any_sync",
+    "__ballot_sync",
+    "__activemask",
+    'asm volatile("membar.gl;")',
+)
+IN_THE_SHIM = ("__CUDACC_RTC__", "__shfl_xor_sync", "__any_sync")
+
+
+def test_what_hipify_leaves_alone_is_in_the_shim_or_nowhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "ci")
+    from hipify import converted
+
+    (made,) = converted({"names.cu": "\n".join(("#include <cuda_runtime.h>", *LEFT_ALONE)) + "\n"}).values()
+    assert made.splitlines()[-len(LEFT_ALONE) :] == list(LEFT_ALONE) and "hip/hip_runtime.h" in made
+    for path in SOURCES:
+        for name in LEFT_ALONE:
+            assert name not in code_of(path) or (path.name == "shim.h" and name in IN_THE_SHIM), f"{path.name}: {name}"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "backends" / "hip" / "amd").iterdir()), ids=lambda path: path.name)
 def test_no_cuda_name_is_left(path: Path):
-    """What hipify leaves alone in silence (fp8 and bf16 types, lane masks, `__CUDA_ARCH__`) the shim does without."""
     left = set(re.findall(r"\b\w*(?:cuda|CUDA|nv_|nvcuda)\w*", code_of(path)))
     assert left <= {"__CUDACC_RTC__"}  # by which NVRTC says that it is NVRTC
+
+
+class OnGpu:
+    """As much of a tensor of the first GPU as a launch needs."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> tuple[launch.Function, list[tuple[object, ...]]]:
+    """A function on a driver that only writes down: (grid and block..., stream, bytes of arguments)."""
+    calls: list[tuple[object, ...]] = []
+
+    def call(config: Any, function: Any, parameters: None, extra: Any) -> int:
+        _, data, _, size, end = extra._obj
+        length = ctypes.c_size_t.from_address(size).value
+        numbers = runtime.CONFIG.unpack_from(config._obj)
+        calls.append((*numbers, ctypes.string_at(data, length)))
+        assert parameters is None and end is None
+        return status
+
+    def check(status: int, doing: str) -> None:
+        raise RuntimeError(f"{doing}: error {status}")
+
+    function = launch.Function("cache", "write", "2Pi", "qf", ROW="bf16")
+    driver = SimpleNamespace(launch=call, names=runtime.NVIDIA, check=check)
+    function._functions[0] = driver, ctypes.c_void_p(5)  # type: ignore[assignment]
+    monkeypatch.setattr(launch, "raw_stream", lambda device: 77 + device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return function, calls
+
+
+def test_a_launch_packs_what_it_is_given_before_what_stays(monkeypatch: pytest.MonkeyPatch):
+    function, calls = launched(monkeypatch)
+    run = function.prepare([OnGpu()], [1 << 40, 0.5], y=2, threads=128)  # type: ignore[list-item]
+    for x, address in ((7, 1 << 50), (8, 0)):
+        run(x, address, 4096, -3)
+    assert calls == [
+        (x, 2, 1, 128, 1, 1, 0, 77, struct.pack("@2Piqf", address, 4096, -3, 1 << 40, 0.5))
+        for x, address in ((7, 1 << 50), (8, 0))
+    ]
+
+
+def test_a_launch_that_fails_is_named(monkeypatch: pytest.MonkeyPatch):
+    function, _ = launched(monkeypatch, status=700)
+    with pytest.raises(RuntimeError, match="launch of write: error 700"):
+        function.prepare([OnGpu()], [0, 0.0])(1, 0, 0, 0)  # type: ignore[list-item]
+
+
+def test_the_launch_of_numbers_gets_those_of_the_struct():
+    """What HIP has in place of a launch by a configuration."""
+    calls: list[tuple[Any, ...]] = []
+    driver = object.__new__(runtime.Driver)
+    driver.names = runtime.AMD
+    driver._library = SimpleNamespace(hipModuleLaunchKernel=lambda *given: calls.append(given) or 0)
+    config = ctypes.create_string_buffer(runtime.CONFIG.pack(1, 2, 3, 4, 5, 6, 0, 1 << 40))
+    assert driver._launch_by_numbers(ctypes.byref(config), "function", None, "extra") == 0
+    ((function, *sizes, stream, parameters, extra),) = calls
+    assert (function, sizes, parameters, extra) == ("function", [1, 2, 3, 4, 5, 6, 0], None, "extra")
+    assert stream.value == 1 << 40
+
+
+def test_prepared_launches_belong_to_a_thread_and_are_forgotten_at_some_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "REMEMBERED", 2)
+    launches: launch.Launches[int] = launch.Launches()
+    for key in range(3):
+        launches.keep(key, key)
+    assert launches.known == {2: 2}
+    seen: list[dict[Any, int]] = []
+    thread = threading.Thread(target=lambda: seen.append(dict(launches.known)))
+    thread.start()
+    thread.join()
+    assert seen == [{}]
+
+
+def test_a_write_that_was_prepared_for_other_pages_is_not_used():
+    layer = Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+    kv = KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float8_e4m3fn))
+    known = cache._Write(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, (None, (torch.Size(()), ())), layer)
+    scaled = LayerTensors(v_scale=torch.tensor(2.0))
+    assert cache._good(known, kv, scaled)
+    assert not cache._good(known, kv, LayerTensors())
+    assert not cache._good(known, kv, LayerTensors(v_scale=torch.ones(2)))
+    assert not cache._good(known, KV(kv.k, kv.k), scaled)
+    k, v = kv
+    del kv, k  # another tensor may now have its id
+    assert known.k_pages() is None and not cache._good(known, KV(torch.zeros(1), v), scaled)
 
 
 def test_an_object_is_made_once_and_verified(tmp_path: Path):
@@ -145,9 +272,9 @@ def test_a_missing_library_is_named():
 
 def test_a_tensor_of_no_device_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PORTABLE_DEVICE", raising=False)
-    function = launch.Function("merge", "merge2", 7, "12q3i", ELEMENT="float")
+    function = launch.Function("merge", "merge2", "7P", "iiIiiIiii8I4Ii", ELEMENT="float")
     with pytest.raises(ValueError, match="no emulated device is active"):
-        function((1, 1), (torch.zeros(1), *[None] * 6), *[0] * 15)
+        function.prepare([torch.zeros(1)] * 7, [0] * 22)
 
 
 @pytest.mark.skipif(find_spec("nvidia") is None, reason="the package nvidia-cuda-nvrtc is not installed")
@@ -157,9 +284,11 @@ def test_nvrtc_compiles_every_source(file: str):
     defines = {
         "cache": ("ROW=bf16", "STORED=e4m3fn"),
         "merge": ("ELEMENT=bf16",),
-        "paged_decode": ("ELEMENT=bf16", "STORED=bf16", "EIGHTS=2", "ROWS=4", "VECTOR=1"),
+        "paged_decode": decode_defines(128, 4),
+        "state_copy": ("UNIT=16",),
+        "refresh": (),
     }[file]
-    path, headers = launch.sources(file, "nvidia")
+    path, headers = sources.sources(file, "nvidia")
     object_ = compiler.compile(path.name, path.read_text(), headers, "sm_90", defines)
     assert object_.startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=r"(?s)does not compile for sm_90: .*nothing"):
@@ -174,6 +303,19 @@ def test_the_cache_is_of_this_user(tmp_path: Path):
     assert Store(tmp_path)._why_not() == "it belongs to user 12345, not to 0"
 
 
+def loop_of(text: str) -> str:
+    """The lines of an assembly's loop that has most multiply-adds."""
+    lines = text.splitlines()
+    labels = {line.split(":")[0]: number for number, line in enumerate(lines) if re.match(r"\.?L?BB\d+_\d+:", line)}
+    backwards = (
+        (labels[found[1]], number)
+        for number, line in enumerate(lines)
+        if (found := re.search(r"s_c?branch\w* (\.?L?BB\d+_\d+)", line)) and labels[found[1]] <= number
+    )
+    loops = ["\n".join(lines[start : end + 1]) for start, end in backwards]
+    return max(loops, key=lambda loop: len(re.findall(r"v_(?:pk_|dual_)?fm\w+", loop)))
+
+
 @pytest.mark.skipif(find_spec("ziglang") is None, reason="the package ziglang is not installed")
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"])
 def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +328,7 @@ def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch
     wanted = (
         ("cache", ("ROW=bf16", "STORED=bf16")),
         ("merge", ("ELEMENT=bf16",)),
-        *(("paged_decode", ("ELEMENT=bf16", "STORED=bf16", "EIGHTS=4", f"ROWS={rows}", "VECTOR=1")) for rows in (2, 4)),
+        *(("paged_decode", decode_defines(width, 4)) for width in (128, 256)),
     )
     assert {*wanted} <= {*variants()}
     for file, defines in wanted:
@@ -194,5 +336,9 @@ def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch
         facts = re.findall(r"^    \.(vgpr_spill_count|private_segment_fixed_size): +(\d+)", text, re.M)
         assert facts and all(value == "0" for _, value in facts), f"{file} {defines}: {facts}"
         assert all(int(size) <= 65536 for size in re.findall(r"^    \.group_segment_fixed_size: +(\d+)", text, re.M))
-        assert re.search(r"(global|flat)_load_(dwordx4|b128)", text), f"{file} {defines} has no loads of 16 bytes"
+        loads = re.findall(r"(?:global|flat)_load_(\w+)", loop_of(text) if file == "paged_decode" else text)
+        wide = [each for each in loads if each in ("dwordx4", "b128")]
+        assert wide, f"{file} {defines} has no loads of 16 bytes"
+        if file == "paged_decode":  # K and V; all else is numbers of pages
+            assert set(loads) - set(wide) <= {"dword", "b32"}, f"{file} {defines} has {loads} in its loop"
     assert clang.assemble(text, arch).startswith(b"\x7fELF")

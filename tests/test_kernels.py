@@ -7,14 +7,13 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import replace
 
-import cells
-import contract
 import pytest
 import torch
 
 import portable
 from portable.attention import load_kernels
 from portable.backends import reference
+from portable.conformance import cells, contract
 from portable.kernel import Kernel, Op
 from portable.platform.target import Target
 

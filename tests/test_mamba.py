@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portable.batch import Batch
-from portable.buffers import Buffers
 from portable.layer import Layer
 from portable.mamba import plan_mamba
+from portable.mamba_memory import StateMemory
 from portable.mamba_places import Places, located, slots_at
 from portable.padding import pad
 from portable.upload import stage
@@ -35,13 +36,14 @@ def lens(*rows):
 
 @st.composite
 def steps(draw):
-    """Decodes, then prefills on contexts, then first chunks; and how they are planned."""
+    """Decodes, then prefills on contexts, rows without tokens, and first chunks; and how they are planned."""
     drafts = draw(st.integers(0, 3))
     context, new = st.integers(1, 40), st.integers(2 + drafts, 30)
     decodes = draw(st.lists(st.tuples(context, st.integers(1, 1 + drafts)), max_size=4))
     extends = draw(st.lists(st.tuples(context, new), max_size=4))
     firsts = draw(st.lists(st.tuples(st.just(0), st.integers(1, 30)), max_size=4))
-    rows = decodes + extends + firsts
+    idle = draw(st.lists(st.tuples(st.integers(0, 40), st.just(0)), max_size=2)) if extends and firsts else []
+    rows = decodes + extends + idle + firsts  # without prefills on both sides, those would be padding
     if not rows:
         rows = [(0, 5)]
     return rows, len(decodes), drafts
@@ -83,6 +85,9 @@ def test_a_plan_reads_and_stores_what_a_loop_over_tokens_says(step, mode, block,
         return
     stored, chunks, blocks, at, last = [], [], [], 0, []
     for row, (context, new) in enumerate(rows[num_decodes:]):
+        if not new:
+            last.append(-1)
+            continue
         end = context + new
         ends = {end} | {x for x in range(context + 1, end) if x % chunk == 0}
         kept_at = {end: column(end)}
@@ -101,11 +106,11 @@ def test_a_plan_reads_and_stores_what_a_loop_over_tokens_says(step, mode, block,
     assert prefill.chunk_state_indices.tolist() == stored
     assert prefill.last_chunks.tolist() == last
     assert list(zip(prefill.conv_requests.tolist(), prefill.conv_offsets.tolist(), strict=True)) == blocks
-    assert prefill.has_initial.tolist() == [context > 0 for context, _ in rows[num_decodes:]]
+    assert prefill.has_initial.tolist() == [context > 0 and new > 0 for context, new in rows[num_decodes:]]
     assert prefill.initial_indices.tolist() == [
-        initial(row) if rows[row][0] else PAD for row in range(num_decodes, len(rows))
+        initial(row) if all(rows[row]) else PAD for row in range(num_decodes, len(rows))
     ]
-    assert prefill.state_indices.tolist() == [stored[i] for i in last]
+    assert prefill.state_indices.tolist() == [PAD if i < 0 else stored[i] for i in last]
 
 
 def test_a_first_chunk_of_one_token_is_a_prefill_and_starts_from_zero():
@@ -184,8 +189,8 @@ def test_padded_rows_reach_no_live_slot(pad_slot):
 
 
 def test_captured_buffers_stay_where_they_are_and_are_refilled_behind_the_live_rows():
-    buffers = Buffers("cpu")
-    given = {"buffers": buffers, "max_reqs": 8, "num_draft": 2, "mode": "all", "block_size": 4}
+    memory = StateMemory(torch.device("cpu"), reqs=8, tokens=24, queries=3)
+    given = {"memory": memory, "num_draft": 2, "mode": "all", "block_size": 4}
 
     def plan(rows, count):
         size = len(rows)
@@ -205,18 +210,18 @@ def test_captured_buffers_stay_where_they_are_and_are_refilled_behind_the_live_r
     assert few[1].tolist()[1:] == [PAD] * 7
     assert few[3].tolist() == [2] + [1] * 7
     with pytest.raises(ValueError, match="row 1 reads its prompt"):
-        plan_mamba(lens((5, 1), (0, 4)), LAYER, table_of(2), buffers=buffers, max_reqs=8)
+        plan_mamba(lens((5, 1), (0, 4)), LAYER, table_of(2), memory=memory)
 
 
-def test_a_second_group_has_buffers_of_its_own():
+def test_a_second_group_has_its_own_slots_in_the_same_step():
     batch = pad(lens((5, 1), (6, 1)), 4, 4)
-    first = plan_mamba(batch, LAYER, table_of(2), buffers=Buffers("cpu"), max_reqs=4)
+    first = plan_mamba(batch, LAYER, table_of(2))
     kept = first.decode.state_indices.clone()
-    second = first.with_group(table_of(2) + 1000, group=1)
+    second = first.with_group(table_of(2) + 1000)
     assert torch.equal(first.decode.state_indices, kept)
     assert second.decode.state_indices.tolist() == [[1100], [1200], [PAD], [PAD]]
     mixed = plan_mamba(lens((5, 1), (0, 9)), LAYER, table_of(2))
-    other = mixed.with_group(table_of(2) + 1000, group=1)
+    other = mixed.with_group(table_of(2) + 1000)
     assert other.prefill.cu_chunks is mixed.prefill.cu_chunks
     for one, two in zip(slots(mixed), slots(other), strict=True):
         assert torch.equal(torch.where(one == PAD, PAD, one + 1000), two)
@@ -259,6 +264,34 @@ def test_counts_have_a_range_and_a_default():
         plan_mamba(batch, LAYER, table_of(2), num_draft=2, num_accepted=[1])
 
 
+def calls_of(make):
+    seen = 0
+
+    def count(frame, event, arg):
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    make()
+    sys.setprofile(count)
+    try:
+        make()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_planning_takes_as_many_calls_for_many_requests_as_for_few(mode):
+    """No loop over requests, chunks or tokens."""
+
+    def step(size):
+        rows = [(20, 3)] * (size // 2) + [(9, 40)] * (size // 4) + [(0, 30)] * (size - size // 2 - size // 4)
+        batch, table = lens(*rows), table_of(size)
+        return lambda: plan_mamba(batch, LAYER, table, mode=mode, block_size=8, num_draft=2, num_accepted=[2] * size)
+
+    assert calls_of(step(1024)) == calls_of(step(16))
+
+
 def test_nothing_of_a_device_is_read(monkeypatch):
     """Tables and counts on the meta device have no values: a plan that looked at one would fail."""
     monkeypatch.setattr("portable.upload.stage", lambda arrays, pin_memory: stage(arrays, pin_memory=False))
@@ -285,6 +318,8 @@ def test_nothing_of_a_device_is_read(monkeypatch):
         ({"mode": "every"}, "mode is 'every'"),
         ({"block_size": 0}, "block_size is 0; it must be an int of at least 1"),
         ({"num_draft": -1}, "num_draft is -1"),
+        ({"conv_block": 2}, "conv_block is 2; it must be an int of at least 3"),
+        ({"pad_slot": 201, "mode": "align"}, r"row 1: table\[1, 1\] is 201, the slot that kernels skip"),
         ({"table": None}, "table is None"),
         ({"checkpoints": [-1, 3]}, "row 1: checkpoint 3 is not above the context of 3 and up to the length of 9"),
         ({"checkpoints": [5, -1]}, "row 0: checkpoint 5"),

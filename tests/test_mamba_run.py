@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from launched import launches
 
 import portable
 from portable import Batch, Layer, Mamba, RunningStates, SsmTensors, allocate_states
+from portable.backends import reference_mamba
 from portable.kernel import Op
 from portable.mamba_copies import plan_state_copies
+from portable.mamba_slot import one_pad_slot
 
 MAMBA2 = Layer.mamba2(num_heads=4, head_dim=6, state_dim=8, num_groups=2, chunk=4, dtype=torch.float32)
 MAMBA1 = Layer.mamba1(num_channels=10, state_dim=8, chunk=4, dtype=torch.float32)
@@ -83,7 +87,7 @@ def test_pieces_beside_others_in_any_mode_give_the_whole(layer, mode):
         c, q = [done[row] for row in rows], [new[row] for row in rows]
         running = None
         if states is not None:
-            mamba.copy([pools], states.before(rows, c, q), table)
+            mamba.copy(([pools], plan_state_copies(states.before(rows, c, q), table)))
             running = states.running[rows]
         plan = mamba.plan(Batch.from_lens(q, np.add(c, q)), table[rows], running=running)
         parts = [(sequences[row], slice(done[row], done[row] + new[row])) for row in rows]
@@ -127,7 +131,9 @@ def test_rejected_drafts_leave_no_trace(layer):
     torch.testing.assert_close(torch.cat(outs), right.whole()[0][:done], rtol=1e-5, atol=2e-5)
 
 
-def test_a_padded_step_writes_live_states_alone():
+def test_a_padded_step_writes_live_states_alone(monkeypatch):
+    kernels = tuple(launches(kernel) for kernel in reference_mamba.KERNELS)
+    monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
     mamba = Mamba(MAMBA2, device="cpu", max_reqs=4)
     pools = allocate_states(MAMBA2, 9, "cpu")
     for pool in pools:
@@ -141,6 +147,24 @@ def test_a_padded_step_writes_live_states_alone():
     for pool, old in zip(pools, before, strict=True):
         changed = (pool != old).flatten(1).any(1)
         assert changed.nonzero().flatten().tolist() == [2, 5, 7]
+
+
+def test_a_second_group_of_a_padded_step_leaves_the_first_groups_memory(monkeypatch):
+    """Both are captured: their addresses stay from step to step, and each keeps its own slots."""
+    kernels = tuple(launches(kernel) for kernel in reference_mamba.KERNELS)
+    monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
+    mamba, seen = Mamba(MAMBA2, device="cpu", max_reqs=4), []
+    for table, others in (([[5], [2], [7]], [[15], [12], [17]]), ([[1], [3]], [[11], [13]])):
+        batch = Batch.from_lens([1] * len(table), [9] * len(table))
+        plan = mamba.plan(batch, table, pad_to=4)
+        kept = [getattr(plan.decode, name).clone() for name in ("initial_indices", "state_indices")]
+        other = mamba.with_group(plan, np.array(others), slot=1)
+        assert torch.equal(plan.decode.initial_indices, kept[0]) and torch.equal(plan.decode.state_indices, kept[1])
+        rows = [-1] * (4 - len(table))
+        assert plan.decode.state_indices.flatten().tolist() == [slot for (slot,) in table] + rows
+        assert other.decode.state_indices.flatten().tolist() == [slot for (slot,) in others] + rows
+        seen.append([each.decode.state_indices.data_ptr() for each in (plan, other)])
+    assert seen[0] == seen[1] and len(set(seen[0])) == 2
 
 
 def test_a_checkpoint_in_a_shared_slot_is_not_written():
@@ -180,11 +204,63 @@ def test_copies_run_in_all_pools_by_one_call():
     before = [[pool.clone() for pool in pools] for pools in layers]
     states, table = RunningStates(2, block_size=4), np.array([[0, 1], [0, 3]])
     moves = states.before([0, 1], [4, 4], [1, 2])
-    mamba.copy(layers, moves, table)
+    mamba.copy((layers, plan_state_copies(moves, table)))
     for pools, old in zip(layers, before, strict=True):
         for pool, was in zip(pools, old, strict=True):
             assert torch.equal(pool, was[[0, 0, 2, 0, 4, 5]])
     assert plan_state_copies(moves, table).tolist() == [[0, 1], [0, 3]]
+
+
+def test_groups_of_other_layers_types_and_block_sizes_are_copied_by_one_launch():
+    """Each group's pools by its own pairs; a step in which no group moves a state launches nothing."""
+    runs = []
+    mamba = Mamba(MAMBA2, device="cpu", mode="align", block_size=4)
+    kernel = mamba.choices["copy"].kernel
+
+    def run(pools, copies, cu_copies):
+        runs.append(cu_copies.tolist())
+        kernel.run(pools, copies, cu_copies)
+
+    mamba.choices = {"copy": replace(mamba.choices["copy"], kernel=replace(kernel, run=run))}
+    double = replace(MAMBA1, dtype=torch.bfloat16, kv_dtype=torch.float64)
+    groups, wanted = [], []
+    for block, layer, table in (
+        (4, MAMBA2, [[0, 1, 2, 3, 4], [0, 1, 5, 6, 7]]),  # two requests behind a shared prefix
+        (8, double, [[5, 2, 6], [5, 4, 1]]),
+        (64, MAMBA1, [[3], [4]]),
+    ):
+        pools = [allocate_states(layer, 9, "cpu") for _ in range(2)]
+        for pool in (pool for pair in pools for pool in pair):
+            pool.copy_(torch.arange(9).view(-1, *[1] * (pool.dim() - 1)).expand(pool.shape))
+        moves = RunningStates(2, block_size=block).before([0, 1], [8, 8], [1, 9])
+        groups.append((pools, plan_state_copies(moves, np.array(table))))
+        wanted.append(list(range(9)))
+        for come, go in groups[-1][1].tolist():
+            wanted[-1][go] = come
+    assert [len(pairs) for _, pairs in groups] == [2, 2, 0]
+    mamba.copy(*groups)
+    assert runs == [[0, 2, 4, 4]]
+    for (pools, _), right in zip(groups, wanted, strict=True):
+        assert all(pool.flatten(1).T.tolist() == [right] * pool[0].numel() for pair in pools for pool in pair)
+    mamba.copy(*((pools, pairs[:0]) for pools, pairs in groups))
+    mamba.copy()
+    assert len(runs) == 1
+
+
+def test_copies_to_where_no_pool_is_are_refused():
+    mamba, pools = Mamba(MAMBA2, device="cpu"), allocate_states(MAMBA2, 4, "cpu")
+    with pytest.raises(ValueError, match="a pool has 4 slots; its group copies slot 4"):
+        mamba.copy(([pools], np.array([[1, 2]])), ([pools], np.array([[4, 2]])))
+    with pytest.raises(ValueError, match="a pool is on meta; this Mamba runs on cpu"):
+        mamba.copy(([allocate_states(MAMBA2, 4, "meta")], np.array([[1, 2]])))
+
+
+def test_kernels_that_skip_other_slots_do_not_share_a_plan():
+    kernels = [choice.kernel for choice in Mamba(MAMBA2, device="cpu").choices.values()]
+    other = replace(kernels[0], caps=replace(kernels[0].caps, name="other", pad_slot=0))
+    assert one_pad_slot(*kernels) == -1 and one_pad_slot(other, other) == 0
+    with pytest.raises(portable.UnsupportedError, match="skips slot -1 and other skips slot 0"):
+        one_pad_slot(other, *kernels[1:])
 
 
 def test_a_compiled_layer_serves_later_steps_without_a_recompile():
@@ -290,5 +366,5 @@ def test_what_a_mamba_was_not_made_for_is_refused():
         mamba.plan(Batch.from_lens([1] * 3, [4] * 3), [[0]] * 3)
     with pytest.raises(ValueError, match="the batch has 5 tokens, above the 4"):
         mamba.plan(Batch.from_lens([5], [5]), [[0]])
-    with pytest.raises(ValueError, match="the batch has 3 rows to pad to, above the 2"):
+    with pytest.raises(ValueError, match="pad_to has 3 requests, above the 2 that this Mamba"):
         mamba.plan(Batch.from_lens([1], [5]), [[0]], pad_to=3)

@@ -57,7 +57,7 @@ def test_each_token_has_one_segment_and_each_token_of_a_prefills_context_one_chu
     kinds = [
         "decode" if 0 < q <= 8 and c else "prefill" for q, c in zip(case.query_lens, case.context_lens, strict=True)
     ]
-    tokens = [*(s.tokens for s in found.decodes), *(p.new.tokens for p in found.prefills)]
+    tokens = [*(s.tokens for s in found.decodes), *(p.tokens for p in found.prefills)]
     assert sorted(t for part in tokens for t in range(part.start, part.stop)) == list(range(batch.num_tokens))
     for segment, kind in [*((s, "decode") for s in found.decodes), *((p.new, "prefill") for p in found.prefills)]:
         live = [row for row in range(segment.requests.start, segment.requests.stop) if batch.query_lens[row]]
@@ -77,7 +77,7 @@ def test_each_token_has_one_segment_and_each_token_of_a_prefills_context_one_chu
             assert lens[0] and lens[-1] and 0 < lens.sum() <= workspace
             assert torch.equal(gather.seq_lens, attend.seq_lens) and gather.seq_lens.tolist() == lens.tolist()
             assert attend.causal is False and attend.block_table is None and gather.requests == attend.requests
-            assert prefill.new.tokens.start <= attend.tokens.start < attend.tokens.stop <= prefill.new.tokens.stop
+            assert prefill.tokens.start <= attend.tokens.start < attend.tokens.stop <= prefill.tokens.stop
             for i, row in enumerate(range(gather.requests.start, gather.requests.stop)):
                 before = sum(r == row for r, _ in covered)
                 assert before % case.page_size == 0 and (not before or i == 0 or not lens[i])  # only the first goes on
@@ -164,13 +164,16 @@ def test_bounds_serve_decodes_and_are_refused_for_a_prefill_on_a_context():
         planned(dataclasses.replace(step([9], [5]), exact=False))
 
 
-def test_a_shard_decodes_and_does_not_prefill():
+def test_keys_that_do_not_end_with_the_new_tokens_are_all_in_the_pages():
     whole = Batch.from_lens([1, 1], [9, 40])
     mine = shard(whole, 2, 0, torch.zeros(2, 3, dtype=torch.int32), 16)
     assert [s.causal for s in planned(mine).decodes] == [False]
-    longer = dataclasses.replace(step([9], [5]), self_attention=False)
-    with pytest.raises(UnsupportedError, match="rows 0 to 0 have more new tokens than MLA's decode kernel takes"):
-        planned(longer)
+    longer = dataclasses.replace(step([9, 9], [5, 30]), self_attention=False, causal=False)
+    (prefill,) = planned(longer).prefills
+    assert prefill.new is None and prefill.tokens == slice(0, 18)
+    assert sum(int(chunk.attend.host_seq_lens.sum()) for chunk in prefill.context) == 14 + 39
+    with pytest.raises(UnsupportedError, match="a causal mask over keys that do not end with the new tokens"):
+        planned(dataclasses.replace(longer, causal=True))
 
 
 def test_a_context_without_pages_is_refused():

@@ -25,7 +25,6 @@ from portable import (
 from portable.backends.pages import FP8
 from portable.mla_slot import MlaSlot
 from portable.padding import pad
-from portable.parts import Parts
 from portable.shards import shard, shard_lens
 
 LAYER = mla_layer()
@@ -220,8 +219,6 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             attn.plan(step)
-    with pytest.raises(UnsupportedError, match="MlaAttention plans a Batch"):
-        attn.plan(Parts((made.batch,)))
     with pytest.raises(UnsupportedError, match="batch_invariant is set"):
         attention(mla_layer(batch_invariant=True))
     with pytest.raises(ValueError, match="serves 'gqa' layers"):

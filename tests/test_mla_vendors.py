@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from fakes import aiter as fake
-from inputs import segment
+from fakes import flash_attn_3
+from fakes import flash_mla as fake_flash_mla
 from mla_cases import make_step, mla_layer
 
 import portable
-from portable.backends import reference
+from portable.backends import flash_attn, flash_mla, reference
 from portable.backends.aiter import KERNELS as AITER
+from portable.conformance import cells, contract
+from portable.conformance.inputs import segment
 from portable.kernel import KV, Op
 from portable.layer import Layer, LayerTensors
 from portable.mla_attention import MlaAttention
@@ -118,6 +122,25 @@ def test_its_pages_come_in_compressed_rows_of_one_granularity(page_size, spy):
         4,
         5,
     ]
+
+
+@pytest.mark.parametrize("queries", range(1, 9))
+def test_each_query_of_a_verify_sees_its_own_keys(queries, monkeypatch):
+    """C32: requests of 8 and 33 keys, whatever power of two the queries are not."""
+    layer = Layer.mla(num_heads=16, dtype=torch.bfloat16)
+    named = {kernel.name: kernel for kernel in (*AITER, *flash_mla.KERNELS, *flash_attn.KERNELS)}
+    monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.module())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3.module())
+    for name, page_size in (
+        ("aiter.mla_decode_017", 16),
+        ("aiter.mla_decode", 1),
+        ("flash_mla.decode", 64),
+        ("flash_attn_3.mla_paged", 32),
+    ):
+        fake.install(monkeypatch, new=name == "aiter.mla_decode")
+        case = cells.Case(op=Op.MLA_DECODE, layer=layer, lens=((queries, 8), (queries, 33)), page_size=page_size)
+        lse = "lse" in named[name].caps.features
+        contract.check(named[name], replace(case, lse=lse))
 
 
 def test_a_kernel_that_needs_v_as_wide_as_k_is_refused_for_mla():

@@ -149,3 +149,28 @@ print(took)
 def test_import_is_quick_and_touches_no_vendor_and_no_device():
     took = [float(run(sys.executable, "-c", IMPORT_PORTABLE, cwd=ROOT)) for _ in range(3)]
     assert min(took) < 0.3, took  # seconds beyond torch; the least of three, since noise only adds
+
+
+LOADED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from portable.backends.hip import runtime, sources
+runtime.compiler_of = None  # nothing is compiled
+print(sources.code("merge", ("ELEMENT=bf16",), "amd", "gfx942")[:4])
+"""
+
+
+@pytest.mark.packaging
+def test_objects_that_a_release_compiled_are_in_its_wheel_and_loaded_first(tmp_path):
+    pytest.importorskip("ziglang")
+    copy_tree(tmp_path / "tree", symlinks=True)
+    given = {"PORTABLE_OBJECTS": "--arch gfx942 --only merge"}
+    run(
+        *(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "wheel", "."),
+        cwd=tmp_path / "tree",
+        **given,
+    )
+    assert not (tmp_path / "tree" / "backends" / "hip" / "objects").exists()
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    assert run(sys.executable, "-c", LOADED, tmp_path / "site", cwd=tmp_path).strip() == r"b'\x7fELF'"

@@ -6,14 +6,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import inputs
 import numpy as np
 import pytest
 import torch
-from contract import LSE_TOLERANCE, error
 
 import portable
 from portable.backends.reference import attend
+from portable.conformance import inputs
+from portable.conformance.measure import LSE_TOLERANCE, error
 from portable.kernel import KV, GraphLevel, Kernel, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
 

@@ -6,8 +6,6 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
-import cells
-import contract
 import pytest
 import test_adapter as toy
 import torch
@@ -16,6 +14,7 @@ from fakes import aiter as fake_aiter
 import portable
 from portable.backends import aiter, flash_attn
 from portable.backends.adapter import Adapter
+from portable.conformance import cells, contract
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import cells
 import numpy as np
 import pytest
 import torch
 from dense import dense_attention, dense_mask
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import segment
 
 from portable.backends import reference
 from portable.backends.reference import attend
+from portable.conformance import cells
+from portable.conformance.inputs import segment
 from portable.kernel import KV, Op
 from portable.layer import Layer, LayerTensors
 from portable.platform.detect import describe

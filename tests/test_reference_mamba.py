@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, pairwise
 
-import cells
-import contract
 import pytest
-import recurrent
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ import portable
 from portable.backends import reference_mamba as reference
 from portable.backends import torch_mamba
 from portable.chunks import aligned_chunks
+from portable.conformance import cells, contract, recurrent
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer
 from portable.states import DecodeStates, PrefillStates, SsmTensors
@@ -167,16 +166,22 @@ def test_a_piece_shorter_than_the_window_keeps_the_shared_prefix(new, goes_on):
     assert out[-1].item() == sum(([*front, *x[:, 0].tolist()])[-4:])
 
 
-@given(st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), max_size=12))
-def test_copies_run_in_order(pairs):
-    """As assignments one after the other do, in every pool; a list is never half done."""
-    pools = [torch.arange(6.0)[:, None].repeat(1, 3), torch.arange(6)[:, None, None].repeat(1, 2, 2)]
-    held = list(range(6))
-    for come, go in pairs:
-        if come >= 0 and go >= 0:
-            held[go] = held[come]
-    reference.state_copy(pools, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2))
-    assert all(pool.flatten(1)[:, 0].tolist() == held for pool in pools)
+@pytest.mark.parametrize("kernels", [KERNELS, FAST], ids=["reference", "torch"])
+@given(st.lists(st.lists(st.tuples(st.integers(-1, 5), st.integers(-1, 5)), max_size=9), min_size=1, max_size=3))
+def test_copies_run_in_order(kernels, lists):
+    """As assignments one after the other do, in every pool of each group; a list is never half done."""
+    groups, want = [], []
+    for pairs in lists:
+        groups.append([torch.arange(6.0)[:, None].repeat(1, 3), torch.arange(6)[:, None, None].repeat(1, 2, 2)])
+        want.append(list(range(6)))
+        for come, go in pairs:
+            if come >= 0 and go >= 0:
+                want[-1][go] = want[-1][come]
+    copies = torch.tensor(list(chain(*lists)), dtype=torch.int64).reshape(-1, 2)
+    cu_copies = integers(0, *torch.tensor([len(pairs) for pairs in lists]).cumsum(0).tolist())
+    kernels[Op.STATE_COPY].run(groups, copies, cu_copies)
+    for pools, held in zip(groups, want, strict=True):
+        assert all(pool.flatten(1)[:, 0].tolist() == held for pool in pools)
 
 
 # What kernels have been seen to do, each as a change to the right ones.
@@ -273,15 +278,23 @@ def test_the_contract_sees(op, fault):
             contract.check(wrong, case)
 
 
-def test_the_contract_sees_copies_at_the_same_time():
-    def at_once(pools, copies):
-        live = copies[(copies >= 0).all(1)]
-        for pool in pools:
-            pool[live[:, 1]] = pool[live[:, 0]].clone()
+def test_the_contract_sees_wrong_copies():
+    def at_once(pools, copies, cu_copies):
+        for group, (first, end) in zip(pools, pairwise(cu_copies.tolist()), strict=True):
+            live = copies[first:end][(copies[first:end] >= 0).all(1)]
+            for pool in group:
+                pool[live[:, 1]] = pool[live[:, 0]].clone()
 
-    with pytest.raises(AssertionError, match="differ"):
-        for case in cells.cases(KERNELS[Op.STATE_COPY], portable.detect("cpu")):
-            contract.check(replace(KERNELS[Op.STATE_COPY], run=at_once), case)
+    def group_of_a_pair_ignored(pools, copies, cu_copies):
+        reference.state_copy([list(chain(*pools))], copies[: cu_copies[-1]], integers(0, int(cu_copies[-1])))
+
+    def list_to_its_end(pools, copies, cu_copies):
+        reference.state_copy(pools, copies, torch.cat([cu_copies[:-1], integers(len(copies))]))
+
+    for wrong in (at_once, group_of_a_pair_ignored, list_to_its_end):
+        with pytest.raises(AssertionError, match="differ"):
+            for case in cells.cases(KERNELS[Op.STATE_COPY], portable.detect("cpu")):
+                contract.check(replace(KERNELS[Op.STATE_COPY], run=wrong), case)
 
 
 def test_every_step_of_the_contract_is_asked():

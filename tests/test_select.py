@@ -16,7 +16,7 @@ from portable.kernel import FEATURES, GraphLevel, Kernel, KernelCaps, Needs, Op,
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
 from portable.platform import detect
-from portable.platform.target import Target
+from portable.platform.target import Fastest, Target
 from portable.select import Request, requested_from_env, select, why_not_here
 from portable.sets import ANY, multiple_of, one_of
 
@@ -286,6 +286,43 @@ def test_a_new_vendor_and_its_kernel_are_selected_without_edits(monkeypatch: pyt
     kernels = (*KERNELS, new)
     assert choose(kernels=kernels, order=None).kernel is new
     assert choose(kernels=kernels, order=None, target=device("unheard")).kernel is REFERENCE
+
+
+def test_what_was_measured_for_a_need_comes_before_the_vendors_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (
+        Fastest("paged", ("toy1",), ("plain", "new.other"), seq_len=(1024, None), reqs=(1, 8)),
+        Fastest("paged", ("toy1",), ("new.other",), seq_len=(1024, None), num_heads=(8, 8), page_size=(16, 16)),
+        Fastest("merge", ("toy1",), ("new",)),
+    )
+
+    class Vendor:
+        ORDER, MEASURED = {"paged": ("new", "fast")}, rows
+
+    known = detect.vendors()
+    monkeypatch.setattr(detect, "vendors", lambda: {"toy": Vendor, **known})
+    kernels = (*KERNELS, kernel("new.paged"), kernel("new.other"))
+
+    def ranked(layer: Layer = LAYER, **needs: Any) -> list[str]:
+        asked = dataclasses.replace(DECODE, **needs)
+        choice = choose(kernels=kernels, order=None, installed={"fast-lib": "1"}, layer=layer, needs=asked)
+        return [choice.kernel.name, *choice.alternatives]
+
+    usual = ["new.paged", "new.other", "fast.paged", "plain.paged", "reference.paged"]
+    assert ranked() == usual  # short sequences were not measured
+    few = ["plain.paged", "new.other", "new.paged", "fast.paged", "reference.paged"]
+    assert ranked(seq_len=1024) == ranked(seq_len=4096, reqs=8) == few  # the first row that fits
+    many = ["new.other", "new.paged", "fast.paged", "plain.paged", "reference.paged"]
+    assert ranked(seq_len=1024, reqs=16) == many
+    for beyond in (dict(reqs=16, page_size=32), dict(reqs=16, layer=dataclasses.replace(LAYER, num_heads=16))):
+        assert ranked(**{"seq_len": 1024, **beyond}) == usual  # type: ignore[arg-type]
+    unable = dataclasses.replace(LAYER, qk_head_dim=40, v_head_dim=40)
+    assert ranked(unable, seq_len=1024)[0] == "new.other"  # the fastest cannot
+    forced = choose("new", kernels=kernels, order=None, needs=dataclasses.replace(DECODE, seq_len=1024))
+    assert forced.kernel.name == "new.other"  # what is forced, in the measured order
+    given = choose(
+        kernels=kernels, order=ORDER, installed={"fast-lib": "1"}, needs=dataclasses.replace(DECODE, seq_len=1024)
+    )
+    assert given.kernel is FAST  # an order that is given is the order
 
 
 FEATURE_LAYERS = {

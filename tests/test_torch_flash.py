@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
-import cells
-import contract
 import pytest
 import torch
 from fakes.torch_ops import Readings, installed
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import segment
+from packaging.version import Version
 
 from portable.backends import selftest, torch_flash
 from portable.backends.torch_flash import split
+from portable.conformance import cells, contract
+from portable.conformance.inputs import segment
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer
 from portable.platform.detect import describe
 from portable.select import select
 
 KERNELS = {kernel.name: kernel for kernel in torch_flash.KERNELS}
-ARCH = {"torch.flash": "sm90", "torch.flash_rocm": "gfx942"}
+ARCH = {"torch.flash": "sm90", "torch.varlen": "sm90", "torch.flash_rocm": "gfx942"}
 INFINITY, NAN = float("inf"), float("nan")
 ROCM = [
     Readings(True, out, lse, padded)
@@ -42,11 +43,19 @@ def on_cpu(arch: str):
     return replace(describe(arch), device="cpu")
 
 
+@cache
+def cases_of(kernel: Kernel, most: int = 24) -> list[cells.Case]:
+    """The contract's cells, and one query in some requests with none in others (C14)."""
+    few = Layer.gqa(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    holes = cells.Case(op=Op.PREFILL, layer=few, lens=((0, 0), (1, 3), (0, 0), (1, 5)))
+    return [*cells.cases(kernel, on_cpu(ARCH[kernel.name]), most), holes]
+
+
 @pytest.mark.parametrize("readings", [*CUDA, *ROCM], ids=str)
 def test_every_cell_is_right_under_every_reading(readings: Readings) -> None:
-    kernel, arch = of(readings)
+    kernel, _ = of(readings)
     with installed(readings) as calls:
-        for case in cells.cases(kernel, on_cpu(arch), most=24):
+        for case in cases_of(kernel):
             contract.check(kernel, case)
     assert calls
 
@@ -56,6 +65,18 @@ def test_the_self_test_passes_under_every_reading(readings: Readings) -> None:
     kernel, arch = of(readings)
     with installed(readings):
         assert selftest.fault(kernel, on_cpu(arch)) is None
+
+
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="torch.varlen is for torch 2.13 and later")
+@pytest.mark.parametrize("readings", CUDA, ids=str)
+def test_the_documented_function_is_right_as_well(readings: Readings) -> None:
+    """9.1: causal is exactly (-1, 0), GQA has to be asked for, and the LSE is [H, T] whatever its docstring says."""
+    kernel, here = KERNELS["torch.varlen"], on_cpu("sm90")
+    with installed(replace(readings, varlen=True)) as calls:
+        assert selftest.fault(kernel, here) is None
+        for case in cases_of(kernel, 12):
+            contract.check(kernel, case)
+    assert {call["causal"] for call in calls} == {True, False}
 
 
 def test_the_self_test_sees_the_other_alignment() -> None:

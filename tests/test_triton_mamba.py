@@ -126,26 +126,37 @@ def test_only_the_number_of_requests_and_chunks_changes_a_launch():
 
 def test_copies_of_all_pools_are_one_launch():
     pools = [torch.zeros(4, 3, 40), torch.zeros(4, 4, 32, 32, dtype=torch.bfloat16), torch.zeros(4, 7)[:, :5]]
-    pairs = torch.tensor([[0, 1]])
+    pairs, groups = torch.tensor([[0, 1]]), [pools[:1], [], pools[1:]]
     with recorded(portable.describe("gfx942")) as calls:
-        state_copy.state_copy(pools, pairs)
-        state_copy.state_copy(pools, pairs[:0])
-        state_copy.state_copy([], pairs)
+        state_copy.state_copy(groups, pairs, torch.tensor([0, 0, 0, 1]).int())
+        state_copy.state_copy(groups, pairs[:0], torch.zeros(4).int())
+        state_copy.state_copy([], pairs, torch.zeros(1).int())
     assert len(calls) == 1
+    assert calls[0].arguments[0][:, 3].tolist() == [0, 2, 2, 2]
     assert calls[0].grid == (1 + 2 + 1,)  # 480, 8192 and 20 bytes in words of 4: 1024 of them a program
 
 
 def test_words_are_as_wide_as_every_pool_allows():
     even, odd = torch.zeros(4, 2048), torch.zeros(4, 3, dtype=torch.bfloat16)
-    assert state_copy.table_of([even])[1] == 16
-    assert state_copy.table_of([even, odd])[1] == 2
-    rows, _ = state_copy.table_of([even])
-    assert rows.tolist() == [[even.data_ptr(), 8192, 8192]]
+    assert state_copy._tables.of([[even]])[1] == 16
+    assert state_copy._tables.of([[even], [odd]])[1] == 2
+    rows, _ = state_copy._tables.of([[], [even]])
+    assert rows.tolist() == [[even.data_ptr(), 8192, 8192, 1]]
+
+
+def test_the_same_memory_as_another_type_is_another_pool():
+    pools = [torch.zeros(4, 6), torch.zeros(4, 6)]
+    one = torch.tensor([0, 1]).int()
+    with recorded(portable.describe("gfx942")) as calls:
+        state_copy.state_copy([pools[:1]], torch.tensor([[0, 1]]), one)
+        state_copy.state_copy([[pools[0].view(torch.bfloat16)[:, :6]]], torch.tensor([[0, 1]]), one)
+        state_copy.state_copy([[pools[0].view(torch.int32)]], torch.tensor([[0, 1]]), one)
+    assert [call.arguments[0][0, 2].item() for call in calls] == [24, 12, 24]
 
 
 def test_a_slot_with_gaps_is_refused():
-    with pytest.raises(ValueError, match=r"pools\[1\] has strides \(12, 4, 1\)"):
-        state_copy.state_copy([torch.zeros(4, 3), torch.zeros(4, 3, 4)[..., :3]], torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match=r"pools\[1\]\[0\] has strides \(12, 4, 1\)"):
+        state_copy._tables.of([[torch.zeros(4, 3)], [torch.zeros(4, 3, 4)[..., :3]]])
 
 
 @each_arch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cells
-import contract
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from portable.conformance import cells, contract
 
 triton = pytest.importorskip("triton")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import cells
 import numpy as np
 import pytest
 import torch
 
 import portable
+from portable.conformance import cells
 from portable.kernel import FEATURES, KV, Needs, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.target import Target

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import segment
 
+from portable.conformance.inputs import segment
 from portable.layer import Layer
 
 pytest.importorskip("triton")

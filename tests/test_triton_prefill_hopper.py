@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cells
-import contract
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import segment
 from test_triton_launch import pretended
+
+from portable.conformance import cells, contract
+from portable.conformance.inputs import segment
 
 triton = pytest.importorskip("triton")
 
@@ -95,6 +95,32 @@ def test_the_tiles_hold_every_query_once_and_the_heaviest_come_first(lens, windo
     assert seen == sorted(seen, reverse=True)
 
 
+@settings(max_examples=30, deadline=None)
+@given(lens, st.sampled_from([(None, None), (50, 0)]), st.sampled_from([1, 2]))
+def test_heads_in_parts_list_every_head_of_every_tile_once_and_programs_get_as_much(lens, window, kv_heads):
+    layer = Layer.gqa(num_heads=12, num_kv_heads=6, head_dim=64, window=window)
+    one_head = sum(keys for _, keys in lens) * 2 * 64 * layer.dtype.itemsize
+    with recorded(describe("sm90", "H100")), pytest.MonkeyPatch.context() as patch:
+        whole = segment(hopper.KERNELS[0], tuple(lens), layer).prepared
+        patch.setattr(hopper, "L2", kv_heads * one_head)
+        patch.setattr(hopper, "target_of", lambda tensor: replace(describe("sm90", "H100"), compute_units=7))
+        step = segment(hopper.KERNELS[0], tuple(lens), layer)
+    items, total = step.prepared.tiles.numpy(), step.prepared.total
+    assert total == whole.total == 12 * len(whole.tiles)
+    if not one_head or not total:  # nothing to keep in the L2
+        assert np.array_equal(items, whole.tiles)
+        return
+    want = sorted((*tile[:6], head) for tile in whole.tiles.tolist() for head in range(12))
+    assert sorted(map(tuple, items[:, :7].tolist())) == want
+    programs = [items[i::7] for i in range(7)]
+    part = 2 * kv_heads
+    each = part * len(whole.tiles)
+    for i, item in enumerate(items):  # a part is begun when the one before is begun throughout
+        assert i // 7 * 7 // each <= item[6] // part <= (i // 7 * 7 + 6) // each
+    work = [(hopper.blocks_of(mine, step, layer) + hopper.BEGIN).sum() for mine in programs]
+    assert max(work) - min(work) <= hopper.blocks_of(items, step, layer).max() + hopper.BEGIN
+
+
 def test_lengths_that_only_the_device_knows_are_left_to_the_portable_kernel():
     with recorded(describe("sm90", "H100")):
         made = replace(segment(hopper.KERNELS[0], ((300, 300),), LAYER), exact=False)
@@ -153,7 +179,7 @@ def test_what_is_compiled(width, v_width, page, left):
     kernel = hopper.device.attend_kernel
     first = hopper.power_of_2(width)
     constants = {"HEADS": 8, "RATIO": 4, "WIDTH": first, "REST": width - first, "V_WIDTH": v_width}
-    constants |= {"BLOCK_N": keys, "STAGES": 2}
+    constants |= {"BLOCK_N": keys, "STAGES": 2, "LISTED": width == 192}
     constants |= {"PAGE": page, "CAUSAL": True, "LEFT": left, "causal": None, "sinks": None}
     constants |= {} if page else {"table": None}
     constants |= {} if width > first else {"q_rest": None, "k_rest": None}
@@ -188,8 +214,11 @@ SM90 = torch.cuda.is_available() and portable.detect("cuda").arch == "sm90"
 
 
 @pytest.mark.skipif(not SM90, reason="there is no sm90")
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("op", [Op.PREFILL, Op.PAGED])
-def test_contract(op):
+def test_contract(op, listed, monkeypatch):
+    """With all heads at once, and with one KV head at a time."""
+    monkeypatch.setattr(hopper, "L2", 0 if listed else hopper.L2)
     kernel = next(kernel for kernel in hopper.KERNELS if kernel.caps.op is op)
     for case in cells.cases(kernel, portable.detect("cuda")):
         contract.check(kernel, case, "cuda")

@@ -47,7 +47,8 @@ class Call(Adapter):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        if q.requires_grad and torch.is_grad_enabled():  # with which some of the callables insist on an LSE
+        # with gradients, some of the callables insist on an LSE
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (q, *kv)):
             with torch.no_grad():
                 self.run(q, kv, segment, layer, tensors, out, lse)
             return

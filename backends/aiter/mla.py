@@ -27,12 +27,11 @@ class MlaCall(Call):
     info_set = "work_info_set"  # what the metadata call names it
     last_page = True  # it takes the lengths of last pages
 
-    def prepare(self, segment: Segment, layer: Layer) -> Any:
-        rows = each_query(segment)
-        return replace(rows, prepared=super().prepare(rows, layer))
+    def rows(self, segment: Segment) -> Segment:
+        return each_query(segment)
 
-    def _common(self, segment: Segment, layer: Layer) -> dict[str, Any]:
-        common = super()._common(segment, layer)
+    def fixed(self, segment: Segment, layer: Layer) -> dict[str, Any]:
+        common = super().fixed(segment, layer)
         rows, heads = len(segment.seq_lens), padded(layer.num_heads)
         sizes = bound("get_mla_metadata_info_v1", INFO)(
             batch_size=rows,
@@ -78,15 +77,15 @@ class MlaCall(Call):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        if layer.num_heads in HEADS:
+            super().run(q, kv, segment, layer, tensors, out, lse)
+            return
         tokens, heads, width = out.shape
         wide = padded(heads)
-        if wide == heads:
-            super().run(q.contiguous(), kv, segment.prepared, layer, tensors, out, lse)
-            return
         wide_out = out.new_empty(tokens, wide, width)
         wide_lse = None if lse is None else lse.new_empty(wide, tokens)
         wide_q = pad(q, (0, 0, 0, wide - heads))
-        super().run(wide_q, kv, segment.prepared, layer, tensors, wide_out, wide_lse)
+        super().run(wide_q, kv, segment, layer, tensors, wide_out, wide_lse)
         out.copy_(wide_out[:, :heads])
         if lse is not None and wide_lse is not None:
             lse.copy_(wide_lse[:heads])
@@ -128,6 +127,7 @@ OLD_DECODE = Convention(
         "scale": "sm_scale",
     },
     fixed=dict.fromkeys(BUFFERS),  # made in each step
+    dense_rows=True,
     pages="single",
     returns={},
     writes_out=True,  # what it returns first is scratch

@@ -21,9 +21,8 @@ PARTITION = 256  # keys that one workgroup of a decode reads
 class DecodeCall(Call):
     """One query per row; rows of q, of the table and of the cache are read by their first strides alone."""
 
-    def prepare(self, segment: Segment, layer: Layer) -> Any:
-        rows = each_query(segment)
-        return replace(rows, prepared=super().prepare(rows, layer))
+    def rows(self, segment: Segment) -> Segment:
+        return each_query(segment)
 
     def run(
         self,
@@ -37,10 +36,7 @@ class DecodeCall(Call):
     ) -> None:
         assert kv.v is not None
         self.check(kv.k, kv.v)
-        dense = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        super().run(q.contiguous(), kv, segment.prepared, layer, tensors, dense, lse)
-        if dense is not out:
-            out.copy_(dense)
+        super().run(q, kv, segment, layer, tensors, out, lse)
 
     def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise a ValueError for pages that the kernel would misread: it takes the strides of K for those of V."""
@@ -53,13 +49,39 @@ class DecodeCall(Call):
 
 
 class NhdCall(DecodeCall):
-    """Pages of any strides, the same for K and V."""
+    """Pages of any strides, the same for K and V; scales of single heads go into the queries and the output."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: KV,
+        segment: Segment,
+        layer: Layer,
+        tensors: LayerTensors,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        v_scale = None
+        if layer.kv_dtype.itemsize == 1:
+            if tensors.k_scale is not None and tensors.k_scale.numel() > 1:
+                q = (q * of_heads(tensors.k_scale, layer)).to(q.dtype)
+                tensors = tensors._replace(k_scale=None)
+            if tensors.v_scale is not None and tensors.v_scale.numel() > 1:
+                v_scale, tensors = tensors.v_scale, tensors._replace(v_scale=None)
+        super().run(q, kv, segment, layer, tensors, out, lse)
+        if v_scale is not None:
+            out.mul_(of_heads(v_scale, layer))
 
     def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         if k.stride() != v.stride():
             raise ValueError(
                 f"caches k and v have strides {list(k.stride())} and {list(v.stride())}; they must be equal"
             )
+
+
+def of_heads(scale: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """A scale for each KV head as [H, 1] for the query heads."""
+    return scale.float().flatten().repeat_interleave(layer.num_heads // layer.num_kv_heads)[:, None]
 
 
 def partitions(segment: Segment) -> int:
@@ -92,6 +114,10 @@ def unscaled(segment: Segment, layer: Layer) -> torch.Tensor:
     return torch.ones(1, dtype=torch.float32, device=segment.seq_lens.device)
 
 
+def cache_dtype(segment: Segment, layer: Layer) -> str:
+    return "auto" if layer.kv_dtype == layer.dtype else "fp8"  # of the flavour that the device converts
+
+
 DECODE_NAMES = {
     "q": "query",
     "k": "key_cache",
@@ -113,9 +139,16 @@ DECODE_FIXED: dict[str, Any] = {
 DECODE = Convention(
     module="aiter",
     function="paged_attention_v1",
-    names={**DECODE_NAMES, "softcap": "logits_soft_cap"},
+    names={**DECODE_NAMES, "softcap": "logits_soft_cap", "k_descale": "k_scale", "v_descale": "v_scale"},
+    dense_rows=True,
     fixed={**DECODE_FIXED, "kv_cache_layout": "NHD", "cu_query_lens": None},
-    step={"workspace_buffer": workspace, "k_scale": unscaled, "v_scale": unscaled},
+    step={
+        "workspace_buffer": workspace,
+        "k_scale": unscaled,
+        "v_scale": unscaled,
+        "kv_cache_dtype": cache_dtype,
+    },
+    descale="one",
     writes_out=True,
     zeroes_empty=False,  # a row without keys has no partition, so nothing is written
 )
@@ -124,6 +157,7 @@ PACKED = Convention(
     function="paged_attention_rocm",
     # V [pages, Hkv, D, page_size] does not end in the width of the output, so the output is made here
     names={name: keyword for name, keyword in DECODE_NAMES.items() if name != "out"} | {"page_size": "block_size"},
+    dense_rows=True,
     fixed={**DECODE_FIXED, "k_scale": None, "v_scale": None},
     step={
         "out": output,
@@ -180,6 +214,16 @@ DECODE_CAPS = KernelCaps(
 
 KERNELS: tuple[Kernel, ...] = (
     NhdCall(DECODE).kernel(DECODE_CAPS),
+    # bytes of fp8 stand for twice as much on one of the two as on the other
+    *(
+        NhdCall(DECODE).kernel(
+            replace(DECODE_CAPS, name=f"aiter.decode_{name}", archs=frozenset({arch}), kv_dtypes=frozenset({dtype}))
+        )
+        for arch, name, dtype in (
+            ("gfx942", "fp8_fnuz", torch.float8_e4m3fnuz),
+            ("gfx950", "fp8", torch.float8_e4m3fn),
+        )
+    ),
     DecodeCall(PACKED).kernel(
         replace(
             DECODE_CAPS,

@@ -3,7 +3,8 @@
 * Composable Kernel takes softcap and the lengths of pages in use without a word and ignores them. What its LSE holds
   for a row without keys is not documented.
 * The Triton implementation up to 2.8.3 ignores windows, softcap and the block table, and its LSE is [T, H] with 0 for
-  a row without keys; the later one, of aiter, has windows, and refuses softcap and the block table.
+  a row without keys; the later one, of aiter, has windows, refuses softcap, and takes the block table in decoding
+  alone. There a right side of -1 beside a bounded left leaves out the query's own key, causal or not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _NO_WINDOW = {name: keyword for name, keyword in VARLEN.items() if name != "wind
 VARLEN_TRITON: Convention = replace(
     VARLEN_2, names={**_NO_WINDOW, **LSE}, folds_single=False, lse=LseForm(layout="th", empty="0")
 )
-VARLEN_AITER = replace(VARLEN_2, names={**VARLEN, **LSE}, folds_single=False, lse=LseForm(empty="0"))
+VARLEN_AITER = replace(
+    VARLEN_2, names={**VARLEN, **LSE}, folds_single=False, literal_right=True, lse=LseForm(empty="0")
+)
+KVCACHE_AITER = replace(
+    KVCACHE_2, names={**KVCACHE, **ALIBI, **TABLE}, literal_right=True, lse=LseForm(layout="bhs", empty="-inf")
+)
 
 CDNA = frozenset({"gfx90a", "gfx942", "gfx950"})  # what Composable Kernel is built for
 CK, TRITON = "flash-attn[ck]", "flash-attn[triton]"
@@ -83,5 +89,11 @@ KERNELS = (
     ),
     Adapter(VARLEN_AITER).kernel(
         caps(Op.PREFILL, "aiter_varlen", Requires(TRITON, ">=2.8.4,<3"), ANY, FEATURES | {"window"})
+    ),
+    Adapter(KVCACHE_AITER).kernel(
+        replace(
+            caps(Op.PAGED, "aiter_kvcache", Requires(TRITON, ">=2.8.4,<3"), ANY, MASKS, queries=DECODE),
+            page_sizes=multiple_of(16),
+        )
     ),
 )

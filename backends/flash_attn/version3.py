@@ -21,6 +21,7 @@ import torch
 
 from portable.backends.adapter import Adapter, Convention
 from portable.backends.flash_attn.names import DTYPES, KVCACHE, LSE, SOFTCAP, TOLERANCE, VARLEN
+from portable.backends.flash_attn.pieces import PIECE, Pieces
 from portable.kernel import GraphLevel, Kernel, KernelCaps, Op, Requires, Segment, head_dims
 from portable.layer import Layer
 from portable.sets import ANY_SIZE, NO_SIZE, Sizes, multiple_of, one_of
@@ -131,6 +132,12 @@ def caps(
     )
 
 
+def in_pieces(convention: Convention, name: str, requires: Requires) -> Kernel:
+    """MLA decode over pages that are too large to be read row by row, cut into smaller ones."""
+    made = caps(Op.MLA_DECODE, name, requires, features=frozenset({"noncausal", "lse"}), graph=GraphLevel.ALWAYS)
+    return Pieces(convention).kernel(replace(made, page_sizes=multiple_of(PIECE, at_least=2 * PIECE)))
+
+
 def _kernels() -> Iterator[Kernel]:
     needs = Requires("flash_attn_3")
     for widths, (_, values) in WIDTHS.items():
@@ -153,6 +160,7 @@ def _kernels() -> Iterator[Kernel]:
         yield Adapter(MLA_3).kernel(
             caps(Op.MLA_DECODE, title, needs, "", features, decode=decode, graph=GraphLevel.ALWAYS)
         )
+    yield in_pieces(MLA_3, "flash_attn_3.mla_pieces", needs)
 
 
 KERNELS = tuple(_kernels())

@@ -74,6 +74,7 @@ def _kernels() -> Iterator[Kernel]:
         yield _sinks(PAGED_V3, Op.PAGED, f"sinks_{kind}", decode=decode)
         features = frozenset({"noncausal", "lse"})
         yield _kernel(MLA_V3, Op.MLA_DECODE, f"mla_{kind}", features=features, decode=decode, graph=GraphLevel.ALWAYS)
+    yield version3.in_pieces(MLA_V3, "vllm_flash_attn_3.mla_pieces", NEEDS)
     base = version2.caps(Op.PREFILL, "vllm_varlen", "")
     pages = version2.caps(Op.PAGED, "vllm_paged", "", pages=multiple_of(16), graph=GraphLevel.UNIFORM)
     yield Adapter(VARLEN_V2).kernel(replace(base, requires=(NEEDS,)))

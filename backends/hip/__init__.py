@@ -9,7 +9,7 @@ import importlib
 
 from portable.kernel import Kernel
 
-FILES = ("paged_decode", "cache", "merge")
+FILES = ("paged_decode", "cache", "merge", "state_copy", "refresh")
 
 
 def _kernels() -> tuple[Kernel, ...]:

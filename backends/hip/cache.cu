@@ -5,111 +5,107 @@
 // In elements. Plain layouts have one digit of each; packed ones put `packed` columns or offsets last.
 struct Digits { i64 page, offset, offset_low, head, column, column_low; };
 struct Rows { i64 token, head; };
-struct Sizes { int heads, width, packed_offset, packed_column; };
+struct Sizes { int width, packed_offset, packed_column; };
+
+constexpr int COUNT = 16 / sizeof(ROW);  // columns of a thread
 
 // Of the chunk of columns that starts at `column`; `together`: its columns are neighbours.
-DEVICE i64 address(Digits at, Sizes s, i64 page, int offset, int head, int column, int count, bool* together) {
+DEVICE i64 address(const Digits& at, const Sizes& s, i64 page, int offset, int head, int column, bool* together) {
     i64 to = page * at.page + head * at.head;
     to += s.packed_offset > 1 ? offset / s.packed_offset * at.offset + offset % s.packed_offset * at.offset_low
                               : offset * at.offset;
     if (s.packed_column > 1) {
-        *together = at.column_low == 1 && s.packed_column % count == 0;
+        *together = at.column_low == 1 && s.packed_column % COUNT == 0;
         return to + column / s.packed_column * at.column + column % s.packed_column * at.column_low;
     }
     *together = at.column == 1;
     return to + column * at.column;
 }
 
-DEVICE i64 step(Digits at, Sizes s, int column, int i) {  // from a chunk's first column to its i-th
+DEVICE i64 step(const Digits& at, const Sizes& s, int column, int i) {  // from a chunk's first column to its i-th
     if (s.packed_column == 1) return i * at.column;
     const int low = column % s.packed_column + i;
     return low / s.packed_column * at.column + (low % s.packed_column - column % s.packed_column) * at.column_low;
 }
 
-// A thread takes COUNT columns of one (token, head).
-template <typename S, typename T, typename Slot>
-DEVICE void write_rows(const S* rows, T* pages, const Slot* slots, const float* scale, int scale_step, Rows from,
-                       Digits to, Sizes s, int tokens, i64 capacity, int page_size) {
-    constexpr int COUNT = 16 / sizeof(S);
-    const int chunks = (s.width + COUNT - 1) / COUNT;
-    const u32 item = blockIdx.x * blockDim.x + threadIdx.x, row = item / chunks;
-    const int column = item % chunks * COUNT, token = row / s.heads, head = row % s.heads;
-    if (token >= tokens) return;
-    const i64 slot = slots[token];
+// A row is read before its slot is known, so that the two waits are one.
+DEVICE void write_rows(const ROW* rows, STORED* pages, const void* slots, bool wide, const float* scale,
+                       int scale_step, int tokens, const Items& items, const Rows& from, const Digits& to,
+                       const Sizes& s, Divide page_size, i64 capacity) {
+    Item item;
+    if (!items.find(&item, tokens)) return;
+    const int count = min(COUNT, s.width - item.column);
+    const ROW* source = rows + item.token * from.token + item.head * from.head + item.column;
+    const auto in = read<ROW, COUNT>(source, count == COUNT && aligned<COUNT>(source), count, next);
+    const i64 slot = wide ? ((const i64*)slots)[item.token] : ((const int*)slots)[item.token];
+    const float divisor = sizeof(STORED) == 1 && scale ? scale[item.head * scale_step] : 1.0f;
     if (slot < 0 || slot >= capacity) return;
-    const S* source = rows + token * from.token + head * from.head + column;
+    const i64 page = capacity >> 31 ? slot / page_size.divisor : page_size.of((int)slot);
     bool together;
-    const i64 page = slot / page_size;
-    T* target = pages + address(to, s, page, slot - page * page_size, head, column, COUNT, &together);
-    const float divisor = sizeof(T) == 1 && scale ? scale[head * scale_step] : 1.0f;
-    const int count = min(COUNT, s.width - column);
-    const auto in = read<S, COUNT>(source, count == COUNT && aligned<COUNT>(source), count, next);
-    Few<T, COUNT> out;
+    STORED* target =
+        pages + address(to, s, page, (int)(slot - page * page_size.divisor), item.head, item.column, &together);
+    Few<STORED, COUNT> out;
     out.clear();
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) out.set(i, From<T>::value(to_float(in.get(i)) / divisor));
+    for (int i = 0; i < COUNT; ++i)
+        out.set(i, convert<STORED>(in.get(i), [&](float x) { return sizeof(STORED) == 1 ? x / divisor : x; }));
     write(target, out, count == COUNT && together && aligned<COUNT>(target), count,
-          [&](int i) { return step(to, s, column, i); });
+          [&](int i) { return step(to, s, item.column, i); });
 }
 
-// COUNT columns of one (token, head), by binary search of the token's request.
-template <typename T, typename S>
-DEVICE void gather_rows(const T* pages, S* rows, const float* scale, int scale_step, const int* cu_seqlens_k,
-                        const int* block_table, i64 table_step, Digits from, Sizes s, int requests, i64 num_rows,
-                        int page_size) {
-    constexpr int COUNT = 16 / sizeof(S);
-    const int chunks = (s.width + COUNT - 1) / COUNT;
-    const i64 item = (i64)blockIdx.x * blockDim.x + threadIdx.x, row = item / chunks;
-    const int column = (int)(item - row * chunks) * COUNT;
-    const i64 token = row / s.heads;
-    const int head = row - token * s.heads;
-    if (token >= num_rows) return;
-    Few<S, COUNT> out;
+// By binary search of the token's request.
+DEVICE void gather_rows(const STORED* pages, ROW* rows, const float* scale, int scale_step, const int* cu_seqlens_k,
+                        const int* block_table, i64 table_step, int num_rows, const Items& items, const Digits& from,
+                        const Sizes& s, int heads, int requests, Divide page_size) {
+    Item item;
+    if (!items.find(&item, num_rows)) return;
+    Few<ROW, COUNT> out;
     out.clear();
-    const int count = min(COUNT, s.width - column);
-    if (token < cu_seqlens_k[requests]) {  // else the host's lengths are bounds: 0 beyond the last row
+    const int count = min(COUNT, s.width - item.column);
+    if (item.token < cu_seqlens_k[requests]) {  // else the host's lengths are bounds: 0 beyond the last row
         int request = 0;
         for (int beyond = requests; beyond - request > 1;) {
             const int middle = (request + beyond) / 2;
-            if (cu_seqlens_k[middle] <= token) request = middle;
+            if (cu_seqlens_k[middle] <= item.token) request = middle;
             else beyond = middle;
         }
-        const int position = token - cu_seqlens_k[request], nth = position / page_size;
+        const int position = item.token - cu_seqlens_k[request], nth = page_size.of(position);
         const i64 page = block_table[request * table_step + nth];
         bool together;
-        const T* source = pages + address(from, s, page, position - nth * page_size, head, column, COUNT, &together);
-        const float factor = sizeof(T) == 1 && scale ? scale[head * scale_step] : 1.0f;
-        const auto in = read<T, COUNT>(source, count == COUNT && together && aligned<COUNT>(source), count,
-                                       [&](int i) { return step(from, s, column, i); });
+        const STORED* source =
+            pages + address(from, s, page, position - nth * page_size.divisor, item.head, item.column, &together);
+        const float factor = sizeof(STORED) == 1 && scale ? scale[item.head * scale_step] : 1.0f;
+        const auto in = read<STORED, COUNT>(source, count == COUNT && together && aligned<COUNT>(source), count,
+                                            [&](int i) { return step(from, s, item.column, i); });
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) out.set(i, From<S>::value(to_float(in.get(i)) * factor));
+        for (int i = 0; i < COUNT; ++i)
+            out.set(i, convert<ROW>(in.get(i), [&](float x) { return sizeof(STORED) == 1 ? x * factor : x; }));
     }
-    S* target = rows + row * s.width + column;
+    ROW* target = rows + ((i64)item.token * heads + item.head) * s.width + item.column;
     write(target, out, count == COUNT && aligned<COUNT>(target), count, next);
 }
 
 // K and V, or the two parts of MLA's row, in one launch: blockIdx.y is the part.
-KERNEL write(const ROW* k, const ROW* v, STORED* k_pages, STORED* v_pages, const i64* slots, const int* slots32,
-             const float* k_scale, const float* v_scale, Rows k_rows, Rows v_rows, Digits k_at, Digits v_at,
-             Sizes k_sizes, Sizes v_sizes, int k_step, int v_step, int tokens, int page_size, i64 capacity) {
-    const bool second = blockIdx.y;
-    const ROW* rows = second ? v : k;
-    STORED* pages = second ? v_pages : k_pages;
-    const float* scale = second ? v_scale : k_scale;
-    const int step = second ? v_step : k_step;
-    const Rows from = second ? v_rows : k_rows;
-    const Digits to = second ? v_at : k_at;
-    const Sizes sizes = second ? v_sizes : k_sizes;
-    if (slots) write_rows(rows, pages, slots, scale, step, from, to, sizes, tokens, capacity, page_size);
-    else write_rows(rows, pages, slots32, scale, step, from, to, sizes, tokens, capacity, page_size);
+KERNEL write(const ROW* k, const ROW* v, STORED* k_pages, STORED* v_pages, const void* slots, const float* k_scale,
+             const float* v_scale, int tokens, Items k_items, Items v_items, Rows k_rows, Rows v_rows, Digits k_at,
+             Digits v_at, Sizes k_sizes, Sizes v_sizes, Divide page_size, i64 capacity, int k_step, int v_step,
+             int wide) {
+    if (blockIdx.y == 0)
+        write_rows(k, k_pages, slots, wide, k_scale, k_step, tokens, k_items, k_rows, k_at, k_sizes, page_size,
+                   capacity);
+    else
+        write_rows(v, v_pages, slots, wide, v_scale, v_step, tokens, v_items, v_rows, v_at, v_sizes, page_size,
+                   capacity);
 }
 
 KERNEL gather(const STORED* k_pages, const STORED* v_pages, ROW* k, ROW* v, const int* cu_seqlens_k,
-              const int* block_table, const float* k_scale, const float* v_scale, Digits k_at, Digits v_at,
-              Sizes k_sizes, Sizes v_sizes, i64 table_step, i64 num_rows, int k_step, int v_step, int requests,
-              int page_size) {
-    const bool second = blockIdx.y;
-    gather_rows(second ? v_pages : k_pages, second ? v : k, second ? v_scale : k_scale, second ? v_step : k_step,
-                cu_seqlens_k, block_table, table_step, second ? v_at : k_at, second ? v_sizes : k_sizes, requests,
-                num_rows, page_size);
+              const int* block_table, const float* k_scale, const float* v_scale, int rows, Items k_items,
+              Items v_items, Digits k_at, Digits v_at, Sizes k_sizes, Sizes v_sizes, Divide page_size, i64 table_step,
+              int k_step, int v_step, int heads, int requests) {
+    if (blockIdx.y == 0)
+        gather_rows(k_pages, k, k_scale, k_step, cu_seqlens_k, block_table, table_step, rows, k_items, k_at, k_sizes,
+                    heads, requests, page_size);
+    else
+        gather_rows(v_pages, v, v_scale, v_step, cu_seqlens_k, block_table, table_step, rows, v_items, v_at, v_sizes,
+                    heads, requests, page_size);
 }

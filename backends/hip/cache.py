@@ -4,25 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 
 from portable.backends.digits import Pages, pages_of
 from portable.backends.hip.archs import FP8_NAMES, NAMES, on_gpus
-from portable.backends.hip.launch import THREADS, Function
+from portable.backends.hip.launch import Function, Launch, Launches, addresses, divide, items
 from portable.kernel import KV, Kernel, Op, Segment
 from portable.layer import CACHE_LAYOUTS, Layer, LayerTensors
-from portable.ragged import cdiv, cu_from_lens
+from portable.ragged import cu_from_lens
 from portable.sets import ANY_SIZE
 
 NOTHING = (0,) * 6
+ITEMS = "iIiiIiii"
+
+
+class _Write(NamedTuple):
+    """A prepared write, good for the layer and pages that it holds on to or looks at."""
+
+    launch: Launch
+    together: int  # tokens of a block
+    k_pages: ReferenceType[torch.Tensor]
+    v_pages: ReferenceType[torch.Tensor] | None
+    behind: int  # bytes from MLA's first part of a row to its second
+    scales: tuple[object, ...]
+    layer: Layer
+
+
+_writes: Launches[_Write] = Launches()
 
 
 @cache
 def _function(name: str, row: torch.dtype, stored: torch.dtype) -> Function:
-    numbers = {"write": "4q12q8i4iq", "gather": "12q8i2q4i"}[name]
-    return Function("cache", name, 8, numbers, ROW=NAMES[row], STORED=(NAMES | FP8_NAMES)[stored])
+    fixed = {"write": f"{2 * ITEMS}4q12q6iiIiq3i", "gather": f"{2 * ITEMS}12q6iiIiq4i"}[name]
+    changing = {"write": "7Pi", "gather": "8Pi"}[name]
+    return Function("cache", name, changing, fixed, ROW=NAMES[row], STORED=(NAMES | FP8_NAMES)[stored])
 
 
 def write(
@@ -37,34 +55,83 @@ def write(
 
     For MLA, k is [T, rank + rope] without v, or [T, rank] with the roped part [T, rope] as v.
     """
-    tokens = len(slot_mapping)
+    k_pages, v_pages = kv
+    second = None if v is None else v.stride()
+    key = id(layer), id(k_pages), k.stride(), second, slot_mapping.dtype
+    known = _writes.known.get(key)
+    if known is None or not _good(known, kv, tensors):
+        known = _prepare_write(k, v, kv, slot_mapping, layer, tensors)
+        if k.is_cuda:
+            _writes.keep(key, known)
+    tokens = slot_mapping.numel()
     if not tokens:
         return
+    at = k_pages.data_ptr()
+    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if known.scales else (0, 0)
+    v_rows, v_at = 0, 0
+    if v is not None:
+        v_rows, v_at = v.data_ptr(), at + known.behind if v_pages is None else v_pages.data_ptr()
+    known.launch(
+        -(-tokens // known.together), k.data_ptr(), v_rows, at, v_at, slot_mapping.data_ptr(), k_scale, v_scale, tokens
+    )
+
+
+def _good(known: _Write, kv: KV, tensors: LayerTensors) -> bool:
+    """Whether a write was prepared for these very pages; an address may have come to others."""
+    k_pages, v_pages = kv
+    return (
+        known.k_pages() is k_pages
+        and (v_pages is None if known.v_pages is None else known.v_pages() is v_pages)
+        and (not known.scales or known.scales == _scale_facts(kv, tensors, known.layer))
+    )
+
+
+def _scales(kv: KV, tensors: LayerTensors, layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of K and V where the cache has them; MLA's parts have one."""
+    if kv.k.dtype.itemsize > 1:
+        return None, None
+    return tensors.k_scale, tensors.k_scale if layer.family == "mla" else tensors.v_scale
+
+
+def _scale_facts(kv: KV, tensors: LayerTensors, layer: Layer) -> tuple[object, ...]:
+    return tuple(None if scale is None else (scale.shape, scale.stride()) for scale in _scales(kv, tensors, layer))
+
+
+def _prepare_write(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    kv: KV,
+    slot_mapping: torch.Tensor,
+    layer: Layer,
+    tensors: LayerTensors,
+) -> _Write:
     layout, mla = layer.cache_layout, layer.family == "mla"
-    k_pages, v_pages = kv.k, kv.v
-    if mla and v is not None:
-        k_pages, v_pages = kv.k[..., : k.shape[-1]], kv.k[..., k.shape[-1] :]
-    if v is None or v_pages is None:
-        v, v_pages = None, None
-    heads = 1 if mla else layer.num_kv_heads
+    heads, rank = 1 if mla else layer.num_kv_heads, k.shape[-1]
     page_size = kv.k.shape[1] if layout == "strided" else kv.k.shape[3]
-    first = pages_of(k_pages, "k", layout)
-    second = None if v_pages is None else pages_of(v_pages, "k" if mla else "v", layout)
-    fp8 = kv.k.dtype.itemsize == 1
-    k_scale = tensors.k_scale if fp8 else None
-    v_scale = (k_scale if mla else tensors.v_scale) if fp8 else None
-    wide = slot_mapping.dtype is torch.int64
-    width = max(k.shape[-1], 0 if v is None else v.shape[-1])
-    _function("write", k.dtype, kv.k.dtype)(
-        (_blocks(tokens * heads, width, k.dtype), 1 if v is None else 2),
-        (
-            k, v, k_pages, v_pages, slot_mapping if wide else None, None if wide else slot_mapping, k_scale, v_scale,
-        ),
+    v_pages = kv.k[..., rank:] if mla and v is not None else kv.v
+    first = pages_of(kv.k, "k", layout)
+    second = None if v is None or v_pages is None else pages_of(v_pages, "k" if mla else "v", layout)
+    widths = rank, 0 if v is None else v.shape[-1]
+    made = [items(heads, width, k.dtype) for width in widths]
+    together = made[0].tokens if v is None else min(each.tokens for each in made)
+    k_scale, v_scale = _scales(kv, tensors, layer)
+    fixed = (
+        *made[0].numbers(together), *made[1].numbers(together),
         *_rows(k), *_rows(v),
         *first.strides, *(NOTHING if second is None else second.strides),
-        *_sizes(heads, k.shape[-1], first), *_sizes(heads, 0 if v is None else v.shape[-1], second),
-        _step(k_scale), _step(v_scale), tokens, page_size, kv.k.shape[0] * page_size,
+        *_sizes(widths[0], first), *_sizes(widths[1], second),
+        *divide(page_size), kv.k.shape[0] * page_size, _step(k_scale), _step(v_scale),
+        slot_mapping.dtype is torch.int64,
     )  # fmt: skip
+    launch = _function("write", k.dtype, kv.k.dtype).prepare(
+        (k, v, kv.k, None if v is None else v_pages, slot_mapping, k_scale, v_scale),
+        fixed,
+        1 if v is None else 2,
+        max(each.slices for each in made),
+    )
+    scales = _scale_facts(kv, tensors, layer) if kv.k.dtype.itemsize == 1 else ()
+    k_ref, v_ref = ref(kv.k), None if kv.v is None else ref(kv.v)
+    return _Write(launch, together, k_ref, v_ref, rank * kv.k.itemsize, scales, layer)
 
 
 def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
@@ -77,12 +144,12 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     rows, layout, mla = int(segment.host_seq_lens.sum()), layer.cache_layout, layer.family == "mla"
     heads = 1 if mla else layer.num_kv_heads
     widths = (layer.latent_dim, 0) if mla else (layer.qk_head_dim, layer.v_head_dim if kv.v is not None else 0)
-    made = [
+    outputs = [
         torch.empty((rows, width) if mla else (rows, heads, width), dtype=layer.dtype, device=kv.k.device)
         for width in widths
         if width
     ]
-    k, v = made[0], made[1] if len(made) > 1 else None
+    k, v = outputs[0], outputs[1] if len(outputs) > 1 else None
     if rows:
         table = segment.block_table
         assert table is not None
@@ -90,20 +157,20 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
         second = None if kv.v is None else pages_of(kv.v, "v", layout)
         fp8 = kv.k.dtype.itemsize == 1
         k_scale, v_scale = (tensors.k_scale, tensors.v_scale if v is not None else None) if fp8 else (None, None)
-        _function("gather", layer.dtype, kv.k.dtype)(
-            (_blocks(rows * heads, max(widths), layer.dtype), len(made)),
-            (kv.k, kv.v, k, v, segment.prepared, table, k_scale, v_scale),
+        made = [items(heads, width, layer.dtype) for width in widths]
+        together = made[0].tokens if v is None else min(each.tokens for each in made)
+        fixed = (
+            *made[0].numbers(together), *made[1].numbers(together),
             *first.strides, *(NOTHING if second is None else second.strides),
-            *_sizes(heads, widths[0], first), *_sizes(heads, widths[1], second),
-            table.stride(0), rows, _step(k_scale), _step(v_scale), len(segment.seq_lens),
-            kv.k.shape[1] if layout == "strided" else kv.k.shape[3],
+            *_sizes(widths[0], first), *_sizes(widths[1], second),
+            *divide(kv.k.shape[1] if layout == "strided" else kv.k.shape[3]),
+            table.stride(0), _step(k_scale), _step(v_scale), heads, len(segment.seq_lens),
         )  # fmt: skip
+        given = kv.k, kv.v, k, v, segment.prepared, table, k_scale, v_scale
+        slices = max(each.slices for each in made)
+        launch = _function("gather", layer.dtype, kv.k.dtype).prepare(given, fixed, len(outputs), slices)
+        launch(-(-rows // together), *addresses(*given), rows)
     return KV(k, v)
-
-
-def _blocks(rows: int, width: int, dtype: torch.dtype) -> int:
-    """A thread takes 16 bytes of a row."""
-    return cdiv(rows * cdiv(width * dtype.itemsize, 16), THREADS)
 
 
 def _rows(new: torch.Tensor | None) -> tuple[int, int]:
@@ -112,8 +179,8 @@ def _rows(new: torch.Tensor | None) -> tuple[int, int]:
     return new.stride(0), new.stride(1) if new.dim() == 3 else 0
 
 
-def _sizes(heads: int, width: int, pages: Pages | None) -> tuple[int, int, int, int]:
-    return (heads, width, 1, 1) if pages is None else (heads, width, pages.packed_offset, pages.packed_column)
+def _sizes(width: int, pages: Pages | None) -> tuple[int, int, int]:
+    return (width, 1, 1) if pages is None else (width, pages.packed_offset, pages.packed_column)
 
 
 def _step(scale: torch.Tensor | None) -> int:

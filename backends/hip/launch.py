@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from portable.backends.hip import runtime
-from portable.backends.hip.objects import Store
-from portable.cache_dir import cache_dir
+from portable.backends.hip.sources import HIPIFIED, code
 from portable.platform.detect import detect
 from portable.platform.target import Target
+from portable.ragged import cdiv
 
-FOLDER = Path(__file__).parent
-HIPIFIED = FOLDER / "amd"  # what ci/hipify.py made of the sources
-OBJECTS = FOLDER / "objects"  # what ci/build_objects.py compiled for a wheel
 THREADS = 256  # of a block: four waves of 64 lanes, eight of half as many
+REMEMBERED = 4096  # prepared launches of a thread: with one more it starts afresh
+CONFIG = "7I4xP24x"  # grid, block, shared memory, stream, no attributes: `runtime.Driver.launch`; what follows is at 64
+
+# launch(x, *values): x blocks, or rows of blocks; addresses of tensors, then numbers
+Launch = Callable[..., None]
 
 # torch's public ones cost 0.3 us more each; a build of torch without GPUs has neither
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -31,21 +31,19 @@ raw_stream: Callable[[int], int] = getattr(
 )
 
 
-class _Packed(threading.local):
-    """A thread's own arguments of a function, and the list that a launch takes them from."""
+T = TypeVar("T")
 
-    def __init__(self, size: int, end: int) -> None:
-        self.data = ctypes.create_string_buffer(size)
-        self.size = ctypes.c_size_t(size)
-        address = ctypes.cast(self.data, ctypes.c_void_p)
-        pairs = (
-            runtime.BUFFER_POINTER,
-            address,
-            runtime.BUFFER_SIZE,
-            ctypes.cast(ctypes.pointer(self.size), ctypes.c_void_p),
-            end,
-        )
-        self.extra = (ctypes.c_void_p * 5)(*pairs)
+
+class Launches(threading.local, Generic[T]):
+    """A thread's launches, each with a buffer of its own, by what they were prepared for."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, T] = {}
+
+    def keep(self, key: Any, launch: T) -> None:
+        if len(self.known) >= REMEMBERED:
+            self.known.clear()
+        self.known[key] = launch
 
 
 class Function:
@@ -54,134 +52,166 @@ class Function:
     Args:
         file: "cache" for cache.cu.
         name: of the kernel.
-        pointers: how many tensors it takes first.
-        numbers: what follows, as `struct` writes it; a struct in C++ is its members.
+        changing: the arguments that each launch brings, as `struct` writes them: "8Pi" is 8 tensors, then an int.
+        fixed: those that follow, and stay the same for a prepared launch; a struct in C++ is its members.
         defines: the types and sizes that the source leaves open. Each set of them is compiled on its own, when it is
             first used: all that a source can be compiled to takes seconds, one of them a tenth of a second.
     """
 
-    def __init__(self, file: str, name: str, pointers: int, numbers: str, **defines: str | int) -> None:
+    def __init__(self, file: str, name: str, changing: str, fixed: str, **defines: str | int) -> None:
         self.file, self.name = file, name
         self.defines = tuple(f"{key}={value}" for key, value in defines.items())
-        self.layout = struct.Struct(f"@{pointers}P{numbers}")
-        self._pack = self.layout.pack_into
-        self._on: dict[int, tuple[Any, Any, _Packed]] = {}  # by device: the C launch, the function, arguments
+        self.layout = struct.Struct(f"@{changing}{fixed}")
+        self._each_time = struct.Struct(f"@{CONFIG}{changing}")
+        self._changing = len(struct.unpack(f"@{changing}", bytes(struct.calcsize(f"@{changing}"))))
+        self._functions: dict[int, tuple[runtime.Driver, ctypes.c_void_p]] = {}  # by device
 
-    def __call__(
+    def prepare(
         self,
-        grid: tuple[int, int],
         tensors: Sequence[torch.Tensor | None],
-        *numbers: int | float,
-    ) -> None:
-        """Launch `grid` blocks of `THREADS` on the device of the first tensor, which is never None."""
-        first = tensors[0]
-        assert first is not None
-        device = first.get_device()
+        fixed: Sequence[int | float],
+        y: int = 1,
+        z: int = 1,
+        threads: int = THREADS,
+        reached: Sequence[torch.Tensor] = (),
+    ) -> Launch:
+        """A launch for the calling thread that packs its fixed numbers once.
+
+        On a GPU it is for any tensors of the device of the first, as often as wanted; on the emulated one for these,
+        once. `reached` are those that the kernel finds by addresses stored in others.
+        """
+        assert tensors[0] is not None
+        device = tensors[0].get_device()
         if device < 0:
-            self._emulate(grid, tensors, numbers)
-        elif device == current_device():
-            self._launch(device, grid, tensors, numbers)
-        else:
-            with torch.cuda.device(device):
-                self._launch(device, grid, tensors, numbers)
+            return self._emulated(tensors, fixed, y, z, threads, reached)
+        driver, function = self._functions.get(device) or self.load(device)
+        start = struct.calcsize(f"@{CONFIG}")
+        data = ctypes.create_string_buffer(start + self.layout.size)
+        self.layout.pack_into(data, start, *[0] * self._changing, *fixed)
+        size = ctypes.c_size_t(self.layout.size)
+        address = ctypes.addressof(data)
+        extra = (ctypes.c_void_p * 5)(
+            runtime.BUFFER_POINTER, address + start, runtime.BUFFER_SIZE, ctypes.addressof(size), driver.names.end
+        )
+        # what ctypes need not convert anew; the closure keeps `size`, to which only `extra` points
+        pack, call, where = self._each_time.pack_into, driver.launch, ctypes.byref(data)
+        what, arguments, kept = ctypes.c_void_p.from_param(function.value), ctypes.byref(extra), (extra, size)
+        alone = torch.cuda.device_count() == 1
 
-    def _launch(
-        self,
-        device: int,
-        grid: tuple[int, int],
-        tensors: Sequence[torch.Tensor | None],
-        numbers: tuple[int | float, ...],
-    ) -> None:
-        launch, function, packed = self._on.get(device) or self.load(device)
-        self._pack(packed.data, 0, *[0 if each is None else each.data_ptr() for each in tensors], *numbers)
-        x, y = grid
-        status = launch(function, x, y, 1, THREADS, 1, 1, 0, raw_stream(device), None, packed.extra)
-        if status:
-            runtime.driver_of(_target(device).vendor).check(status, f"launch of {self.name}")
+        def launch(x: int, *values: int) -> None:
+            if alone or current_device() == device:
+                pack(data, 0, x, y, z, threads, 1, 1, 0, raw_stream(device), *values)
+                status = call(where, what, None, arguments)
+                if status and kept:
+                    driver.check(status, f"launch of {self.name}")
+            else:
+                with torch.cuda.device(device):
+                    launch(x, *values)
 
-    def load(self, device: int) -> tuple[Any, Any, _Packed]:
+        return launch
+
+    def load(self, device: int) -> tuple[runtime.Driver, ctypes.c_void_p]:
         """Compile where it was not, and load; a module cannot be loaded during a capture."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"kernel {self.name} was not loaded before the capture of a graph began; run it once, or call warmup, "
                 "before"
             )
-        target = _target(device)
-        driver = runtime.driver_of(target.vendor)
+        driver = runtime.driver_of(target_on(device).vendor)
         with torch.cuda.device(device):
-            function = driver.find(_module(self.file, self.defines, device), self.name)
-        self._on[device] = driver.launch, function, _Packed(self.layout.size, driver.names.end)
-        return self._on[device]
+            self._functions[device] = driver, driver.find(_module(self.file, self.defines, device), self.name)
+        return self._functions[device]
 
-    def _emulate(
-        self, grid: tuple[int, int], tensors: Sequence[torch.Tensor | None], numbers: tuple[int | float, ...]
-    ) -> None:
-        from portable.backends.emulation import emulated_arch, emulating
+    def _emulated(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        fixed: Sequence[int | float],
+        y: int,
+        z: int,
+        threads: int,
+        reached: Sequence[torch.Tensor],
+    ) -> Launch:
+        from portable.backends.emulation import emulated_arch, emulating, reachable
 
-        arch = emulated_arch()
-        kernel = _emulated(self.file, self.defines, arch)[self.name]
-        data = self.layout.pack(*[0] * len(tensors), *numbers)
-        arguments: list[Any] = list(tensors)
-        for _, kind, offset, size in kernel.signature.parameters[len(tensors) :]:
-            part = data[offset : offset + size]
-            arguments.append(part if kind == "bytes" else _number(kind, part))
-        with emulating(arch):
-            kernel(grid, THREADS, *arguments)
+        arch, count = emulated_arch(), len(tensors)
+
+        def launch(x: int, *values: int) -> None:
+            assert list(values[:count]) == addresses(*tensors), "a GPU would get other tensors"
+            kernel = _emulated(self.file, self.defines, arch)[self.name]
+            data = self.layout.pack(*values, *fixed)
+            arguments: list[Any] = list(tensors)
+            for _, kind, offset, size in kernel.signature.parameters[count:]:
+                part = data[offset : offset + size]
+                arguments.append(part if kind == "bytes" else _number(kind, part))
+            with emulating(arch), reachable(reached):
+                kernel((x, y, z), threads, *arguments)
+
+        return launch
+
+
+def addresses(*tensors: torch.Tensor | None) -> list[int]:
+    """What a launch takes for tensors."""
+    return [0 if each is None else each.data_ptr() for each in tensors]
 
 
 def target_of(tensor: torch.Tensor) -> Target:
     """The device that a kernel with this argument runs on; for a CPU tensor the emulated one."""
     index = tensor.get_device()
     if index >= 0:
-        return _target(index)
+        return target_on(index)
     from portable.backends.emulation import emulated_arch
 
     return detect(f"emulated:{emulated_arch()}")
 
 
-def _number(kind: str, data: bytes) -> Any:
-    return struct.unpack("f", data)[0] if kind == "fp32" else int.from_bytes(data, "little", signed=True)
-
-
 @cache
-def _target(device: int) -> Target:
+def target_on(device: int) -> Target:
     return detect(f"cuda:{device}")
+
+
+def divide(divisor: int) -> tuple[int, int, int]:
+    """A `Divide` of the sources.
+
+    >>> d, m, s = divide(48)
+    >>> [(2 * n * m >> 32) >> s for n in (47, 48, 2**31 - 1)], (2**31 - 1) // d
+    ([0, 1, 44739242], 44739242)
+    """
+    shift = (divisor - 1).bit_length()
+    return divisor, (1 << 31 + shift) // divisor + 1, shift
+
+
+class Items(NamedTuple):
+    """How the chunks of 16 bytes of a token's heads are spread over threads: `Items` of the sources."""
+
+    pairs: int  # of (head, chunk)
+    chunks: int  # of a head
+    elements: int  # of a chunk
+    tokens: int  # of a block
+    slices: int  # blocks that share a token
+
+    def numbers(self, tokens: int | None = None) -> tuple[int, ...]:
+        """As the sources take them; a block may take fewer tokens."""
+        return *divide(self.pairs), *divide(self.chunks), self.tokens if tokens is None else tokens, self.elements
+
+
+def items(heads: int, width: int, dtype: torch.dtype) -> Items:
+    """
+    >>> items(8, 128, torch.bfloat16)
+    Items(pairs=128, chunks=16, elements=8, tokens=2, slices=1)
+    """
+    elements = 16 // dtype.itemsize
+    chunks = max(1, cdiv(width, elements))
+    return Items(heads * chunks, chunks, elements, max(1, THREADS // (heads * chunks)), cdiv(heads * chunks, THREADS))
+
+
+def _number(kind: str, data: bytes) -> Any:
+    return struct.unpack("f", data)[0] if kind == "fp32" else int.from_bytes(data, "little", signed=kind[0] == "i")
 
 
 @cache
 def _module(file: str, defines: tuple[str, ...], device: int) -> ctypes.c_void_p:
-    target = _target(device)
+    target = target_on(device)
     return runtime.driver_of(target.vendor).load(code(file, defines, target.vendor, target.arch))
-
-
-def code(file: str, defines: tuple[str, ...], vendor: str, arch: str) -> bytes:
-    """The object of a source: what was built before the release, else compiled here, once per machine."""
-    if (ready := OBJECTS / arch / name_of(file, defines, vendor)).is_file():
-        return ready.read_bytes()
-    path, headers = sources(file, vendor)
-    compiler, name = runtime.compiler_of(vendor), runtime.arch_of(vendor, arch)
-    key = digest("\0".join((name_of(file, defines, vendor), name, compiler.version, *compiler.names.options)))
-    store = Store(cache_dir() / "objects")
-    return store.get(
-        f"{file}-{arch}-{key}", lambda: compiler.compile(path.name, path.read_text(), headers, name, defines)
-    )
-
-
-def name_of(file: str, defines: tuple[str, ...], vendor: str) -> str:
-    """Of a prebuilt object: by what it was built from, so that one of another source is never loaded."""
-    path, headers = sources(file, vendor)
-    return f"{file}-{digest(chr(0).join((path.read_text(), *headers.values(), *defines)))}.co"
-
-
-def sources(file: str, vendor: str) -> tuple[Path, dict[str, str]]:
-    """A source as the vendor's compiler takes it, and the header that it includes."""
-    path = HIPIFIED / f"{file}.hip" if vendor == "amd" else FOLDER / f"{file}.cu"
-    header = HIPIFIED / "shim_hip.h" if vendor == "amd" else FOLDER / "shim.h"
-    return path, {header.name: header.read_text()}
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache

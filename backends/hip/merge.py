@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
 from portable.backends.hip.archs import NAMES, on_gpus
-from portable.backends.hip.launch import THREADS, Function
+from portable.backends.hip.launch import Function, Launch, Launches, addresses, items
 from portable.kernel import Kernel, Op
 from portable.ragged import cdiv
 from portable.sets import ANY_SIZE
 
 MOST_PARTS = 8
 
+_prepared: Launches[tuple[Launch, int]] = Launches()  # beside the launch: blocks
+
 
 @cache
 def _merge(dtype: torch.dtype, parts: int) -> Function:
-    return Function("merge", f"merge{parts}", 2 * parts + 3, f"{4 * parts}q4q3i", ELEMENT=NAMES[dtype])
+    fixed = f"iiIiiIiii{4 * parts}I4Ii"
+    return Function("merge", f"merge{parts}", f"{2 * parts + 3}P", fixed, ELEMENT=NAMES[dtype])
 
 
 def merge(
@@ -29,24 +33,54 @@ def merge(
     lse: torch.Tensor | None,
 ) -> None:
     """All parts, `MOST_PARTS` at a time; `out` may be one of `outs`."""
-    if len(outs) > MOST_PARTS:
+    count = len(outs)
+    if count > MOST_PARTS:
         some, log = torch.empty_like(outs[0]), torch.empty_like(lses[0])
         merge(outs[:MOST_PARTS], lses[:MOST_PARTS], None, some, log)
         merge((some, *outs[MOST_PARTS:]), (log, *lses[MOST_PARTS:]), sinks, out, lse)
         return
-    tokens, heads, width = out.shape
-    if not out.numel():
+    given = (*outs, *lses, out) if lse is None else (*outs, *lses, out, lse)
+    key: tuple[Any, ...] = count, lse is None, out.get_device(), out.dtype, out.shape
+    for each in given:
+        if not each.is_contiguous():  # else the shape says it, in a third of the time that strides take
+            key += tuple([each.stride() for each in given])
+            break
+    known = _prepared.known.get(key)
+    if known is None:
+        known = _prepare(outs, lses, sinks, out, lse)
+        if out.is_cuda:
+            _prepared.keep(key, known)
+    launch, blocks = known
+    if not blocks:
         return
+    sinks_at = 0 if sinks is None else sinks.data_ptr()
+    lse_at = 0 if lse is None else lse.data_ptr()
+    if count == 2:
+        (a, b), (c, d) = outs, lses
+        launch(blocks, a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), sinks_at, out.data_ptr(), lse_at)
+    else:
+        none = [0] * ((2 if count == 1 else MOST_PARTS) - count)
+        launch(blocks, *addresses(*outs), *none, *addresses(*lses), *none, sinks_at, out.data_ptr(), lse_at)
+
+
+def _prepare(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> tuple[Launch, int]:
+    tokens, heads, width = out.shape
     parts = 2 if len(outs) <= 2 else MOST_PARTS
     none = (None,) * (parts - len(outs))
     strides = [s for o, x in zip(outs, lses, strict=True) for s in (*o.stride()[:2], *x.stride())]
-    _merge(out.dtype, parts)(
-        (cdiv(tokens * heads * cdiv(width * out.dtype.itemsize, 16), THREADS), 1),
-        (*outs, *none, *lses, *none, sinks, out, lse),
-        *strides, *(0,) * (4 * len(none)),
-        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
-        tokens, heads, width,
+    made = items(heads, width, out.dtype)
+    fixed = (
+        tokens, *made.numbers(), *strides, *(0,) * (4 * len(none)),
+        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), width,
     )  # fmt: skip
+    given = (*outs, *none, *lses, *none, sinks, out, lse)
+    return _merge(out.dtype, parts).prepare(given, fixed, 1, made.slices), cdiv(tokens, made.tokens)
 
 
 KERNELS = (Kernel(on_gpus(op=Op.MERGE, name="hip.merge", head_dims=ANY_SIZE, gqa_ratios=ANY_SIZE), merge),)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
+import numpy as np
 import torch
 
 from portable.backends.hip.archs import FP8_NAMES, NAMES, on_gpus
-from portable.backends.hip.launch import Function, target_of
+from portable.backends.hip.launch import Function, Launch, Launches, addresses, divide, target_of
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.ragged import cdiv
@@ -16,60 +19,129 @@ from portable.sets import ANY_SIZE, Sizes, multiple_of
 
 LOG2E = 1.4426950408889634
 OPEN = 2**31 - 1  # of a side of the window
-BLOCKS = 2  # that run on a compute unit at once
-TURNS = 4  # blocks per place for one: even out ragged batches
-FEWEST = 256  # keys of a part: 16 at a time, and the merge of a block's waves costs as much as 100
+INVARIANT = 512  # keys of a part where results must not depend on the batch
+FEWEST_LANES = 32  # of a wave, of all devices
+OVERHEAD = 64  # keys that a block could read while it starts and ends
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a block is laid out; see the source."""
+
+    lanes: int
+    loads: int  # vectors of a lane
+    vec: int  # elements of a vector
+    rows: int
+    keys: int
+    threads: int
+    blocks: int  # that run on a compute unit at once
+    shared: int  # 1: queries wait in shared memory
+
+    @property
+    def width(self) -> int:
+        return self.lanes * self.loads * self.vec
+
+    @property
+    def step(self) -> int:
+        """Keys that a block reads in a turn."""
+        return self.threads // self.lanes * self.keys
+
+
+class _Launch(NamedTuple):
+    """A prepared launch, good for the pages and layer that it looks at or holds on to."""
+
+    launch: Launch
+    k: ReferenceType[torch.Tensor]
+    v: ReferenceType[torch.Tensor]
+    layer: Layer
+
+
+_launches: Launches[_Launch] = Launches()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """How the keys of a step are split, and where partial results go."""
 
-    rows: int  # of a block
+    cut: Cut
+    rows: int  # of the cut
+    pairs: int  # of a KV head of a request and some of its rows
     row_blocks: int
-    chunk: int  # keys of a part
-    splits: int
-    parts: torch.Tensor | None  # [T, H, splits, Dv] f32
-    parts_lse: torch.Tensor | None  # [T, H, splits] f32, in units of log2
+    scaled: bool
+    chunk: int  # least keys of a part
+    splits: int  # most parts
+    parts: torch.Tensor | None  # [pairs, splits, rows, width] f32
+    parts_lse: torch.Tensor | None  # [pairs, splits, rows] f32, in units of log2
+    arrived: torch.Tensor | None  # [pairs] i32: parts that are done
+
+
+def cut_of(layer: Layer, queries: int) -> Cut:
+    """For requests of up to so many query tokens."""
+    most = layer.group * (1 if layer.batch_invariant else queries)
+    return cut_for(max(layer.qk_head_dim, layer.v_head_dim), min(most, 4))
+
+
+def cut_for(width: int, rows: int) -> Cut:
+    """For rows of up to so many elements, and blocks of at least so many rows."""
+    lanes = 8 if width <= 64 else 16 if width <= 128 else FEWEST_LANES
+    return Cut(lanes, 1, 8, 1 if rows == 1 else 2 if rows == 2 else 4, 2, 256, 2, 0)
 
 
 def prepare(segment: Segment, layer: Layer) -> Prepared:
-    """Parts of equal size, so that long requests take more blocks: no length on the device is read."""
-    requests, tokens = len(segment.seq_lens), segment.tokens.stop - segment.tokens.start
-    most = layer.group * segment.max_query_len
-    rows = most if most <= 2 else 4  # 8 would take 256 registers
-    row_blocks = cdiv(most, rows)
+    """Parts of as many keys as make the blocks that run at once end together: no length on the device is read."""
+    cut = cut_of(layer, segment.max_query_len)
+    row_blocks = cdiv(layer.group * segment.max_query_len, cut.rows)
+    pairs = len(segment.seq_lens) * layer.num_kv_heads * row_blocks
     longest = segment.max_seq_len
     left = layer.window[0]
     if left is not None and segment.causal is True:
         longest = min(longest, left + segment.max_query_len)
+    places = cut.blocks * (target_of(segment.seq_lens).compute_units or 64)
     if layer.batch_invariant:
-        chunk = 512
+        chunk, splits = INVARIANT, cdiv(longest, INVARIANT)
+    elif not segment.exact:  # short requests are cut finer on the device
+        chunk, splits = cut.step, min(cdiv(longest, cut.step), places // max(1, pairs))
     else:
-        places = BLOCKS * TURNS * (target_of(segment.seq_lens).compute_units or 64)
-        lens = segment.host_seq_lens.clip(max=longest)
-        keys = int(lens.sum()) * layer.num_kv_heads * row_blocks
-        chunk = max(FEWEST, cdiv(cdiv(keys, places), FEWEST) * FEWEST) if requests else FEWEST
-    splits = max(1, cdiv(longest, chunk))
-    parts = parts_lse = None
+        chunk = _chunk(segment.host_seq_lens.clip(max=longest), pairs, places, cut.step)
+        splits = cdiv(longest, chunk)
+    splits = max(1, splits)
+    parts = parts_lse = arrived = None
     if splits > 1:
-        parts = segment.seq_lens.new_empty((tokens, layer.num_heads, splits, layer.v_head_dim), dtype=torch.float32)
+        parts = segment.seq_lens.new_empty((pairs, splits, cut.rows, cut.width), dtype=torch.float32)
         parts_lse = parts.new_empty(parts.shape[:3])
-    return Prepared(rows, row_blocks, chunk, splits, parts, parts_lse)
+        arrived = segment.seq_lens.new_zeros(pairs)
+    scaled = layer.kv_dtype.itemsize == 1
+    return Prepared(cut, cut.rows, pairs, row_blocks, scaled, chunk, splits, parts, parts_lse, arrived)
+
+
+def _chunk(lens: np.ndarray, pairs: int, places: int, step: int) -> int:
+    """Keys of a part: of those that fill the places once to four times, the one that takes least time."""
+    if not len(lens):
+        return step
+    each = pairs // len(lens)
+    total, best, least = int(lens.sum()) * each, step, float("inf")
+    for turns in range(1, 5):
+        chunk = max(step, cdiv(cdiv(total, turns * places), step) * step)
+        blocks = int(np.maximum(1, -(-lens // chunk)).sum()) * each
+        cost = cdiv(blocks, places) * (min(chunk, int(lens.max())) + OVERHEAD)
+        if cost < least:
+            best, least = chunk, cost
+    return best
+
+
+def defines(
+    dtype: torch.dtype, kv_dtype: torch.dtype, cut: Cut, vector: bool = True, full: bool = True
+) -> dict[str, str | int]:
+    """What the source leaves open. vector: rows of the cache start at whole vectors; full: they fill the cut."""
+    types: dict[str, str | int] = {"ELEMENT": NAMES[dtype], "STORED": (NAMES | FP8_NAMES)[kv_dtype]}
+    sizes = {name.upper(): value for name, value in asdict(cut).items()}
+    return types | sizes | {"VECTOR": int(vector), "FULL": int(full)}
 
 
 @cache
-def _functions(
-    dtype: torch.dtype, kv_dtype: torch.dtype, width: int, rows: int, vector: bool
-) -> tuple[Function, Function]:
-    """Both kernels; a row of up to `width` x 64 elements."""
-    types = {"ELEMENT": NAMES[dtype], "STORED": (NAMES | FP8_NAMES)[kv_dtype]}
-    sizes = {"EIGHTS": width, "ROWS": rows, "VECTOR": int(vector)}
-    attend, combine = (
-        Function("paged_decode", name, pointers, numbers, **types, **sizes)
-        for name, pointers, numbers in (("attend", 14, "7q3q3q9i2i2f3i"), ("combine", 8, "7q9i2i"))
-    )
-    return attend, combine
+def _function(dtype: torch.dtype, kv_dtype: torch.dtype, cut: Cut, vector: bool, full: bool) -> Function:
+    names = defines(dtype, kv_dtype, cut, vector, full)
+    return Function("paged_decode", "attend", "15Pq3i", "6q2Iq2Iq4iiIi1i2i2f2i", **names)
 
 
 def attend(
@@ -85,44 +157,80 @@ def attend(
     made: Prepared = segment.prepared
     k, v, table = kv.k, kv.v, segment.block_table
     assert v is not None and table is not None
-    tokens, heads, _ = q.shape
-    if not tokens:
+    if not q.shape[0]:
         return
-    widest = max(layer.qk_head_dim, layer.v_head_dim)
-    width = 1 if widest <= 64 else 2 if widest <= 128 else 4
-    run, join = _functions(q.dtype, k.dtype, width, made.rows, _vector(k) and _vector(v))
-    fp8 = k.dtype.itemsize == 1
-    k_scale, v_scale = (tensors.k_scale, tensors.v_scale) if fp8 else (None, None)
-    sinks = tensors.sinks if layer.sinks else None
+    logs = None if lse is None else lse.stride()
+    where = q.stride(), out.stride(), logs
+    key: tuple[Any, ...] = (id(layer), id(k), made.rows, made.row_blocks, segment.causal is True, *where)
+    if made.scaled:
+        key += tuple([None if scale is None else scale.shape for scale in tensors[2:4]])
+    known = _launches.known.get(key)
+    if known is None or known.k() is not k or known.v() is not v:
+        known = _launch(q, kv, segment, layer, tensors, out, lse)
+        if q.is_cuda:
+            _launches.keep(key, known)
+    known.launch(
+        made.pairs * made.splits,
+        *addresses(*_given(q, kv, segment, layer, tensors, out, lse)),
+        table.stride(0), made.pairs, made.chunk, made.splits,
+    )  # fmt: skip
+
+
+def _given(
+    q: torch.Tensor,
+    kv: KV,
+    segment: Segment,
+    layer: Layer,
+    tensors: LayerTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """What the kernel takes, in its order."""
+    made: Prepared = segment.prepared
+    return (
+        q, kv.k, kv.v, segment.block_table, segment.cu_seqlens_q, segment.seq_lens,
+        segment.causal if isinstance(segment.causal, torch.Tensor) else None,
+        tensors.k_scale if made.scaled else None, tensors.v_scale if made.scaled else None,
+        tensors.sinks if layer.sinks else None, out, lse, made.parts, made.parts_lse, made.arrived,
+    )  # fmt: skip
+
+
+def _launch(
+    q: torch.Tensor,
+    kv: KV,
+    segment: Segment,
+    layer: Layer,
+    tensors: LayerTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> _Launch:
+    made: Prepared = segment.prepared
+    k, v = kv
+    assert v is not None
+    cut, widths = made.cut, (layer.qk_head_dim, layer.v_head_dim)
+    vector, full = _vector(k, cut.vec) and _vector(v, cut.vec), widths == (cut.width, cut.width)
     factor, softcap = layer.scale * LOG2E, 0.0
     if layer.softcap is not None:
         factor, softcap = layer.scale / layer.softcap, layer.softcap * LOG2E
     left, right = layer.window
-    causal = segment.causal
-    each = None if isinstance(causal, bool) else causal
-    mask = OPEN if left is None else left, 0 if causal is True else OPEN if right is None else right
-    strides = *q.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), table.stride(0)
-    requests = len(segment.seq_lens)
-    page_size = k.shape[1]
-    shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
-    widths = layer.qk_head_dim, layer.v_head_dim
-    sizes = heads, layer.group, *widths, page_size, shift, requests, made.chunk, made.splits
-    lens = segment.cu_seqlens_q, segment.seq_lens, each
-    run(
-        (requests * layer.num_kv_heads * made.row_blocks, made.splits),
-        (q, k, v, table, *lens, k_scale, v_scale, sinks, out, lse, made.parts, made.parts_lse),
-        *strides, *k.stride()[:3], *v.stride()[:3], *sizes, *mask, factor, softcap, made.row_blocks,
-        _step(k_scale), _step(v_scale),
+    k_page, k_offset, k_head = k.stride()[:3]
+    v_page, v_offset, v_head = v.stride()[:3]
+    given = _given(q, kv, segment, layer, tensors, out, lse)
+    k_scale, v_scale = given[7:9]
+    fixed = (
+        *q.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        k_page, k_offset, k_head, v_page, v_offset, v_head,
+        layer.num_heads, layer.group, *widths, *divide(k.shape[1]), made.row_blocks,
+        OPEN if left is None else left, 0 if segment.causal is True else OPEN if right is None else right,
+        factor, softcap, _step(k_scale), _step(v_scale),
     )  # fmt: skip
-    if made.parts is not None:
-        join(
-            (tokens * heads, 1), (made.parts, made.parts_lse, *lens, sinks, out, lse), *strides, *sizes, *mask
-        )  # fmt: skip
+    function = _function(q.dtype, k.dtype, cut, vector, full)
+    return _Launch(function.prepare(given, fixed, threads=cut.threads), ref(k), ref(v), layer)
 
 
-def _vector(pages: torch.Tensor) -> bool:
-    """Whether every row starts at a multiple of 8 elements."""
-    return not (pages.data_ptr() % (8 * pages.element_size()) or any(s % 8 for s in pages.stride()[:3]))
+def _vector(pages: torch.Tensor, vec: int) -> bool:
+    """Whether every row starts at a multiple of `vec` elements."""
+    return not (pages.data_ptr() % (vec * pages.element_size()) or any(s % vec for s in pages.stride()[:3]))
 
 
 def _step(scale: torch.Tensor | None) -> int:

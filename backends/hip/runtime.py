@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import sys
-from collections.abc import Mapping, Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p, create_string_buffer
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p, create_string_buffer
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+CONFIG = struct.Struct("@7I4xP")
 BUFFER_POINTER, BUFFER_SIZE = 1, 2  # keys of the "extra" list of a launch: packed arguments, and their bytes
 
 
@@ -44,7 +46,7 @@ NVIDIA = Names(
     driver="libcuda.so",
     load="cuModuleLoadData",
     find="cuModuleGetFunction",
-    launch="cuLaunchKernel",
+    launch="cuLaunchKernelEx",  # since CUDA 11.8
     error="cuGetErrorString",
     end=0,
     options=("--gpu-architecture={arch}", "--std=c++17"),
@@ -115,15 +117,22 @@ class Compiler:
 class Driver:
     """Loads code objects into the current device, and launches.
 
-    `launch(function, *grid, *block, shared, stream, None, extra)` is the C function itself: a call through Python
-    would add a microsecond. It returns 0 or an error for `check`.
+    `launch(config, function, None, extra)` is the C function itself where it takes its configuration as a struct: grid
+    and block of three uint32 each, bytes of shared memory, the stream at byte 32, and attributes, none. ctypes takes
+    0.3 us for its 4 arguments and 0.7 to 2 us for the 11 of the older one. It returns 0 or an error for `check`.
     """
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self._library = library(names.driver)
-        self.launch = getattr(self._library, names.launch)
-        self.launch.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
+        self.launch: Callable[..., int] = getattr(self._library, names.launch)
+        if names is AMD:
+            self.launch = self._launch_by_numbers
+
+    def _launch_by_numbers(self, config: Any, function: Any, parameters: None, extra: Any) -> int:
+        *sizes, stream = CONFIG.unpack_from(config._obj)
+        launch = getattr(self._library, self.names.launch)
+        return int(launch(function, *sizes, c_void_p(stream), parameters, extra))
 
     def load(self, code: bytes) -> c_void_p:
         """A module of the current device; it is never unloaded, since a captured graph may hold its kernels."""

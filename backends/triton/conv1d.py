@@ -44,6 +44,26 @@ def _taps(at, stride, live, TAP: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _weights(weight, strides, bias, channel, live, WIDTH: tl.constexpr):
+    """Four taps and the bias."""
+    at = weight + channel * strides[0]
+    one, two = _taps(at, strides[1], live, 0, WIDTH), _taps(at, strides[1], live, 1, WIDTH)
+    three, four = _taps(at, strides[1], live, 2, WIDTH), _taps(at, strides[1], live, 3, WIDTH)
+    start = tl.zeros(live.shape, tl.float32)
+    if bias is not None:
+        start += tl.load(bias + channel, live, 0.0).to(tl.float32)
+    return one, two, three, four, start
+
+
+@triton.jit
+def _result(taps, a, b, c, d, SILU: tl.constexpr):
+    total = taps[4] + taps[0] * a + taps[1] * b + taps[2] * c + taps[3] * d
+    if SILU:
+        total = ssm.silu(total)
+    return total
+
+
+@triton.jit
 def _before(pool, slot, strides, channel, live, has, WIDTH: tl.constexpr):
     """The three inputs in front of a request."""
     at = pool + slot.to(tl.int64) * strides[0] + channel * strides[2]
@@ -116,14 +136,7 @@ def _conv1d(
         a = tl.load(front, inside, 0.0).to(tl.float32)
         b = tl.load(front + x_stride, inside, 0.0).to(tl.float32)
         c = tl.load(front + 2 * x_stride, inside, 0.0).to(tl.float32)
-    at = weight + channel * weight_strides[0]
-    first_tap = _taps(at, weight_strides[1], inside, 0, WIDTH)
-    second_tap = _taps(at, weight_strides[1], inside, 1, WIDTH)
-    third_tap = _taps(at, weight_strides[1], inside, 2, WIDTH)
-    last_tap = _taps(at, weight_strides[1], inside, 3, WIDTH)
-    start = tl.zeros([CHANNELS], tl.float32)
-    if bias is not None:
-        start += tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    taps = _weights(weight, weight_strides, bias, channel, inside, WIDTH)
     for begin in range(offset, tl.minimum(offset + STEP, count), TOKENS):
         end = tl.minimum(offset + STEP, count)
         values = ()
@@ -133,9 +146,7 @@ def _conv1d(
         for t in tl.static_range(TOKENS):
             token = (begin + t).to(tl.int64)
             d = tl.cast(values[t], tl.float32)
-            total = start + first_tap * a + second_tap * b + third_tap * c + last_tap * d
-            if SILU:
-                total = ssm.silu(total)
+            total = _result(taps, a, b, c, d, SILU)
             tl.store(out_at + token * out_stride, total.to(out.dtype.element_ty), inside & (token < end))
             a, b, c = b, c, d
     if offset == 0:
@@ -185,19 +196,10 @@ def _conv1d_update(
         slot = tl.load(initial_indices + request)
         has = ssm.is_slot(slot, pad_slot)
         one, two, three = _before(pool, slot, strides, channel, inside, has, WIDTH)
-        at = weight + channel * weight_strides[0]
-        first_tap = _taps(at, weight_strides[1], inside, 0, WIDTH)
-        second_tap = _taps(at, weight_strides[1], inside, 1, WIDTH)
-        third_tap = _taps(at, weight_strides[1], inside, 2, WIDTH)
-        last_tap = _taps(at, weight_strides[1], inside, 3, WIDTH)
-        start = tl.zeros([CHANNELS], tl.float32)
-        if bias is not None:
-            start += tl.load(bias + channel, inside, 0.0).to(tl.float32)
+        taps = _weights(weight, weight_strides, bias, channel, inside, WIDTH)
         for j in range(count):
             value = tl.load(x + (first + j).to(tl.int64) * x_stride + channel, inside, 0.0).to(tl.float32)
-            total = start + first_tap * one + second_tap * two + third_tap * three + last_tap * value
-            if SILU:
-                total = ssm.silu(total)
+            total = _result(taps, one, two, three, value, SILU)
             to = out + (first + j).to(tl.int64) * out_stride + channel
             tl.store(to, total.to(out.dtype.element_ty), inside)
             one, two, three = two, three, value

@@ -12,7 +12,7 @@ from portable.backends.triton.mla_decode_tiles import padded
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_head", "lse_token"], do_not_specialize_on_alignment=["lse"])
 def combine_mla_kernel(
     out,
     lse,

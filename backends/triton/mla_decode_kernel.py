@@ -21,7 +21,10 @@ def _columns(at, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
     return tl.load(where) if WIDTH == PAD else tl.load(where, mask=columns[None, :] < WIDTH, other=0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lse_head", "lse_token", "table_row"],  # they vary from step to step
+    do_not_specialize_on_alignment=["lse", "causal", "table"],
+)
 def attend_mla_kernel(
     q,
     k,

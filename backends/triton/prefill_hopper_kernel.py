@@ -27,7 +27,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 VARYING = [
     "total",
-    "part",
     "left",
     "right",
     "table_row",
@@ -107,9 +106,10 @@ def _sweep(
 
 @gluon.jit
 def _consume(
-    rings, ready, free, out, lse, sinks, items, num_items, part, causal, left, right, scale, out_token, out_head,
+    rings, ready, free, out, lse, sinks, items, num_items, causal, left, right, scale, out_token, out_head,
     lse_head, lse_token, GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
     V_WIDTH: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    LISTED: gl.constexpr,
 ):  # fmt: skip
     """A group of 64 query rows of each item."""
     q_rings, k_rings, v_ring = rings
@@ -123,10 +123,10 @@ def _consume(
     line = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
     q = (q_rings[0].index(GROUP), q_rings[1].index(GROUP))
     place = 0
-    item = load_item(items, 0, num_items, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT)
-    for i in range(rounds(num_items)):
+    item = load_item(items, 0, num_items, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT, LISTED)
+    for i in range(rounds(num_items, LISTED)):
         head, q_row, rows, _, length, position, _, bound, last, blocks = item
-        item = load_item(items, i + 1, num_items, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT)
+        item = load_item(items, i + 1, num_items, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT, LISTED)
         high = gl.minimum(position + row + bound, length - 1)
         low = gl.maximum(position + row - left, 0)
         # blocks that every row of the group sees whole need no mask: first those at the right edge do, then the left
@@ -204,15 +204,15 @@ def _consume(
 
 @gluon.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["lse", "causal", "table"])
 def attend_kernel(
-    q, k, v, q_rest, k_rest, out, lse, sinks, items, total, part, causal, left, right, scale, table, table_row, q_head,
+    q, k, v, q_rest, k_rest, out, lse, sinks, items, total, causal, left, right, scale, table, table_row, q_head,
     q_step, k_head, k_step, k_page, v_head, v_step, v_page, out_token, out_head, lse_head, lse_token,
     HEADS: gl.constexpr, RATIO: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
     V_WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
-    LEFT: gl.constexpr,
+    LEFT: gl.constexpr, LISTED: gl.constexpr,
 ):  # fmt: skip
-    """`total` items, `part` heads at a time: a head of a tile; that is 8 int32: first row of q, rows, first row of K
-    and V (pages: 0), keys, position of the first row among the keys, request. CAUSAL None: `causal` tells it for each
-    request.
+    """`total` items: a head of a tile; that is 8 int32: first row of q, rows, first row of K and V (pages: 0), keys,
+    position of the first row among the keys, request; LISTED: one for each head, which is the seventh. CAUSAL None:
+    `causal` tells it for each request.
 
     Heads of q and k are WIDTH columns and REST more, whose maps are q_rest and k_rest: tiles are powers of two wide.
     q, k and v are matrices of rows. The next head is `_head` columns and `_step` rows further, the next page `_page`.
@@ -236,17 +236,17 @@ def attend_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                rings, ready, free, out, lse, sinks, items, total, part, causal, left, right, scale, out_token,
-                out_head, lse_head, lse_token, 0, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT,
+                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token,
+                out_head, lse_head, lse_token, 0, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT, LISTED,
             )),
             (_consume, (
-                rings, ready, free, out, lse, sinks, items, total, part, causal, left, right, scale, out_token,
-                out_head, lse_head, lse_token, 1, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT,
+                rings, ready, free, out, lse, sinks, items, total, causal, left, right, scale, out_token,
+                out_head, lse_head, lse_token, 1, HEADS, BLOCK_N, V_WIDTH, REST, STAGES, CAUSAL, LEFT, LISTED,
             )),
             (produce, (
-                (q, q_rest), (k, k_rest), v, rings, ready, free, items, total, part, causal, left, right, table,
+                (q, q_rest), (k, k_rest), v, rings, ready, free, items, total, causal, left, right, table,
                 table_row, q_head, q_step, k_head, k_step, k_page, v_head, v_step, v_page, HEADS, RATIO, WIDTH, REST,
-                BLOCK_N, STAGES, PAGE, CAUSAL, LEFT,
+                BLOCK_N, STAGES, PAGE, CAUSAL, LEFT, LISTED,
             )),
         ],
         [4, 1],

@@ -14,36 +14,41 @@ copy: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared 
 
 
 @gluon.jit
-def _item(i, total, part, HEADS: gl.constexpr):
+def _item(items, i, total, HEADS: gl.constexpr, LISTED: gl.constexpr):
     """Tile and head of the i-th item of this program.
 
-    `part` heads after `part` heads, so that what they read of K and V stays in the L2; within them the heaviest tile
-    first, and the order of the programs reversed in every other round, so that each gets as much.
+    All heads of the heaviest tile first, and the order of the programs reversed in every other round, so that each gets
+    as much; or as they are listed, which is by program already.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    index = gl.minimum(i * programs + gl.where(i % 2 == 0, program, programs - 1 - program), total - 1)
-    of_part = total // (HEADS // part)
-    rest = index % of_part
-    return rest // part, index // of_part * part + rest % part
+    if LISTED:
+        at = items + gl.minimum(i * programs + program, total - 1) * 8
+        head = gl.load(at + 6)
+    else:
+        index = gl.minimum(i * programs + gl.where(i % 2 == 0, program, programs - 1 - program), total - 1)
+        at = items + index // HEADS * 8
+        head = index % HEADS
+    return at, head
 
 
 @gluon.jit
-def rounds(total):
+def rounds(total, LISTED: gl.constexpr):
     """The number of items of this program."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     full = total // programs
-    more = gl.where(full % 2 == 0, program, programs - 1 - program) < total % programs
-    return full + more.to(gl.int32)
+    place = program
+    if not LISTED:
+        place = gl.where(full % 2 == 0, program, programs - 1 - program)
+    return full + (place < total % programs).to(gl.int32)
 
 
 @gluon.jit
 def load_item(
-    items, i, total, part, causal, left, right, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-    LEFT: gl.constexpr,
+    items, i, total, causal, left, right, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    LEFT: gl.constexpr, LISTED: gl.constexpr,
 ):  # fmt: skip
     """What is to be done, the last block of keys and the number of blocks; at least one, if only to be masked."""
-    tile, head = _item(i, total, part, HEADS)
-    at = items + tile * 8
+    at, head = _item(items, i, total, HEADS, LISTED)
     q_row = gl.load(at)
     rows = gl.load(at + 1)
     k_row = gl.load(at + 2)
@@ -110,10 +115,10 @@ def barriers(N: gl.constexpr, READY: gl.constexpr, FREE: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q, k, v, rings, ready, free, items, total, part, causal, left, right, table, table_row, q_head, q_step, k_head,
+    q, k, v, rings, ready, free, items, total, causal, left, right, table, table_row, q_head, q_step, k_head,
     k_step, k_page, v_head, v_step, v_page, HEADS: gl.constexpr, RATIO: gl.constexpr,
     WIDTH: gl.constexpr, REST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
-    CAUSAL: gl.constexpr, LEFT: gl.constexpr,
+    CAUSAL: gl.constexpr, LEFT: gl.constexpr, LISTED: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: the keys one block ahead of the values, as they are used."""
     q_rings, k_rings, v_ring = rings
@@ -121,9 +126,9 @@ def produce(
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
     place = 0
-    for i in range(rounds(total)):
+    for i in range(rounds(total, LISTED)):
         head, q_row, _, k_row, length, _, request, _, last, blocks = load_item(
-            items, i, total, part, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT
+            items, i, total, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT, LISTED
         )
         kv_head = head // RATIO
         k_at = (k_row + kv_head * k_step, kv_head * k_head, k_page)

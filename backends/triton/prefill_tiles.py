@@ -94,6 +94,8 @@ NO_BF16_CONVERSION = frozenset({"gfx90a", "gfx942", "gfx1100"})
 # where memory is copied to LDS directly, a page id that was loaded is in a vector register, and a base address made
 # of it costs each copy a loop over its lanes; offsets made of it cost 30 instructions an iteration less
 VECTOR_PAGES = frozenset({"gfx950"})
+# four waves spill 13 registers there when Triton 3.6 compiles them, at a head of 128
+FP8_WARPS = {"gfx90a": 8}
 
 
 def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
@@ -104,6 +106,7 @@ def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
         tile = replace(tile, keys=32)  # they need registers, and short windows end in fewer masked keys
     if layer.kv_dtype.itemsize == 1:  # without the registers for a copy in flight: bytes become numbers in registers
         tile = replace(tile, keys=32, stages=1 if target.vendor == "amd" else 2)
+        tile = replace(tile, warps=FP8_WARPS.get(target.arch, tile.warps))
     if layer.dtype.itemsize == 4:  # twice the registers and LDS
         tile = replace(tile, rows=min(tile.rows, 64), keys=32 if columns <= 256 else 16, warps=4, stages=1)
         if target.vendor != "amd":  # without matrix units: a product of float32 is made of multiply-adds there

@@ -3,8 +3,8 @@
 The vendor's function is left out on both sides: a stand-in gives the same results at once, so what differs is the
 adapter's own time. Its arguments are those that the adapter would pass, so nothing of it is installed. Microseconds a
 call, the best of several rounds, inside a registered op, as adapters are called; that op's own call is not in it.
-Copies of what the vendor returns into `out` and `lse`, which it does not write itself, are timed apart: they are work
-on tensors, on a GPU a launch each.
+Copies of what the vendor returns into `out` and `lse`, which it does not write itself, are not made but timed apart:
+they are work on tensors, on a GPU a launch each.
 """
 
 from __future__ import annotations
@@ -37,55 +37,67 @@ PROMPTS: Lens = ((5, 5), (19, 19))
 
 
 def adapted() -> Iterator[tuple[Kernel, Adapter]]:
-    """Kernels that a plain adapter makes; those that pad heads or split a step do more than pass arguments on."""
+    """Kernels that an adapter makes; the one that splits a step in two makes several calls."""
     for kernel in load_kernels():
         owner = getattr(kernel.run, "__self__", None)
         if isinstance(owner, Adapter) and kernel.caps.op in ATTENTION:
             yield kernel, owner
 
 
-def stand_in(convention: Convention, inputs: Inputs, layer: Layer) -> Callable[..., Any]:
-    """Results of the right number and shapes, made before."""
+def stand_in(
+    convention: Convention, inputs: Inputs, layer: Layer
+) -> tuple[Callable[..., Any], torch.Tensor, torch.Tensor]:
+    """A function whose results have the right number and shapes, made before; and them as [T, H, D] and [H, T]."""
     tokens, heads, width = len(inputs.q), layer.num_heads, layer.v_head_dim
     requests = len(inputs.segment.host_query_lens)
     shapes = {"ht": (heads, tokens), "th": (tokens, heads), "bhs": (requests, heads, tokens // requests)}
-    out = torch.zeros((tokens, heads, width), dtype=layer.dtype, device=inputs.q.device)
-    if convention.rows == "batch":
-        out = out.unflatten(0, (requests, tokens // requests))
+    rows = torch.zeros((tokens, heads, width), dtype=layer.dtype, device=inputs.q.device)
+    out = rows.unflatten(0, (requests, tokens // requests)) if convention.rows == "batch" else rows
     lse = torch.zeros(shapes.get(convention.lse.layout, (heads, tokens)), device=inputs.q.device)
     count, at = next(iter(convention.returns.items()), (1, None))
     results = tuple(lse if i == at else out for i in range(count))
     word = convention.names.get("lse")
-    return lambda **given: results if word is None or given[word] else out
+    logs = lse.T if convention.lse.layout == "th" else lse.movedim(1, 0).flatten(1) if lse.dim() == 3 else lse
+    return lambda **given: results if word is None or given[word] else out, rows, logs
+
+
+class Still(torch.Tensor):
+    """Memory into which nothing is copied: a launch takes 6 to 10 us of an H100's host, more than all the rest."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Still:
+        return self
 
 
 def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, float]:
-    """us a call without and with an LSE, each with the copies in it apart."""
+    """us that a call without and with an LSE adds, and the us of the copies that it makes besides."""
     layer, page_size = next(plain_layers(kernel, target))
+    if kernel.caps.op is Op.MLA_DECODE:
+        layer = replace(layer, num_heads=16)  # which no kernel pads
     convention = adapter.convention
     lens = PROMPTS if kernel.caps.op is Op.PREFILL else DECODES
     inputs = inputs_of(replace(kernel, prepare=None), lens, layer, page_size, target.device)
-    function = stand_in(convention, inputs, layer)
+    function, rows, logs = stand_in(convention, inputs, layer)
     alone = type(adapter)(convention)
     alone.bind = lambda: function  # type: ignore[method-assign]
     segment = replace(inputs.segment, kernel=kernel)
     segment = replace(segment, prepared=alone.prepare(segment, layer))
     out = torch.empty((len(inputs.q), layer.num_heads, layer.v_head_dim), dtype=layer.dtype, device=inputs.q.device)
     lse = torch.empty((layer.num_heads, len(inputs.q)), device=inputs.q.device)
-    step = segment.prepared if isinstance(segment.prepared, Step) else segment.prepared.prepared
+    step: Step = segment.prepared
     given = dict(step.calls[0], **{word: None for word in convention.names.values() if word not in step.calls[0]})
-    at = out.device
-    direct = best(lambda: function(**given), at)
-    copied = 0.0 if convention.writes_out else best(partial(out.copy_, torch.zeros_like(out)), at)
-    call = partial(alone.run, inputs.q, inputs.kv, segment, layer, inputs.tensors, out)
-    found = {"out": best(partial(call, None), at) - direct - copied, "out's copy": copied}
+    still = out if convention.writes_out else out.as_subclass(Still)  # views of a subclass take 0.4 us more
+    still_lse = lse.as_subclass(Still)
+    call = partial(alone.run, inputs.q, inputs.kv, segment, layer, inputs.tensors, still)
+    calls: dict[str, Callable[[], object]] = {"direct": lambda: function(**given), "out": partial(call, None)}
+    if not convention.writes_out:
+        calls["out's copy"] = partial(out.copy_, rows)
     if "lse" in kernel.caps.features:
-        logs = torch.zeros_like(lse)
-        if convention.lse.layout != "ht":
-            logs = logs.T.contiguous().T
-        found["lse's copy"] = best(partial(lse.copy_, logs), at)
-        found["out and lse"] = best(partial(call, lse), at) - direct - copied - found["lse's copy"]
-    return found
+        calls |= {"out and lse": partial(call, still_lse), "lse's copy": partial(lse.copy_, logs)}
+    took = best(calls, out.device)
+    direct = took.pop("direct")
+    return {name: each if "copy" in name else each - direct for name, each in took.items()}
 
 
 _library = torch.library.Library("portable_benchmarks", "DEF")
@@ -95,9 +107,8 @@ _took: list[float] = []
 
 
 def _timed(at: torch.Tensor) -> None:
-    """Rounds of the call that waits, as the dispatcher calls an adapter: views are cheaper below autograd."""
-    call = _calls.pop()
-    for _ in range(ROUNDS):
+    """A round of each call that waits, as the dispatcher calls an adapter: views are cheaper below autograd."""
+    for call in _calls:
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
@@ -109,12 +120,16 @@ def _timed(at: torch.Tensor) -> None:
 _library.impl("timed", _timed, "CompositeExplicitAutograd")
 
 
-def best(call: Callable[[], object], device: torch.device) -> float:
-    _took.clear()
-    _calls.append(call)
-    with torch.no_grad():
-        torch.ops.portable_benchmarks.timed(torch.empty(0, device=device))
-    return min(_took) / CALLS * 1e6
+def best(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """us of each call, the least of rounds in turn, so that what disturbs a while disturbs all."""
+    _calls[:] = calls.values()
+    least = [float("inf")] * len(calls)
+    for _ in range(ROUNDS):
+        _took.clear()
+        with torch.no_grad():
+            torch.ops.portable_benchmarks.timed(torch.empty(0, device=device))
+        least = [min(pair) for pair in zip(least, _took, strict=True)]
+    return {name: each / CALLS * 1e6 for name, each in zip(calls, least, strict=True)}
 
 
 def blank(name: str) -> None:
@@ -123,6 +138,9 @@ def blank(name: str) -> None:
     for i in range(len(parts)):
         sys.modules.setdefault(".".join(parts[: i + 1]), ModuleType(parts[i]))
     sys.modules[name].get_mla_metadata = lambda *given: (None, None)  # type: ignore[attr-defined]
+    sizes = ((1, torch.int32),) * 6
+    sys.modules[parts[0]].get_mla_metadata_info_v1 = lambda **given: sizes  # type: ignore[attr-defined]
+    sys.modules[parts[0]].get_mla_metadata_v1 = lambda **given: None  # type: ignore[attr-defined]
 
 
 def main(names: list[str]) -> int:

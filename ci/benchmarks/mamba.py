@@ -27,6 +27,7 @@ from portable.attention import load_kernels  # noqa: E402
 from portable.chunks import aligned_chunks  # noqa: E402
 from portable.kernel import Kernel, Op  # noqa: E402
 from portable.layer import Layer  # noqa: E402
+from portable.mamba_run import allocate_states  # noqa: E402
 from portable.ragged import cdiv  # noqa: E402
 from portable.states import DecodeStates, PrefillStates, SsmTensors  # noqa: E402
 
@@ -37,6 +38,7 @@ LAYERS = {
 MAMBA1 = Layer.mamba1(num_channels=5120)
 CONV_BLOCK = 64
 BATCH = 256
+COPIES = 16
 Calls = Callable[[], list[Callable[[], object]] | None]
 
 
@@ -181,6 +183,27 @@ def peer_update(problem: Problem, pool: torch.Tensor, rows: torch.Tensor) -> Cal
     return lambda: [call]
 
 
+def copied(device: str, layers: int) -> tuple[int, dict[str, Calls], torch.Tensor]:
+    """Bytes moved, the contestants and a pool of copies in two groups: of every second layer, each with own pairs."""
+    layer = LAYERS["80 heads, 1 group"]
+    pools = [pool.normal_() for _ in range(layers) for pool in allocate_states(layer, 3 * COPIES, device)]
+    groups, each = (pools[: 2 * cdiv(layers, 2)], pools[2 * cdiv(layers, 2) :]), torch.arange(COPIES, device=device)
+    pairs = [torch.stack([each, each + (1 + g) * COPIES], 1) for g in range(2)]
+    copies, cu_copies = torch.cat(pairs), COPIES * torch.arange(3, dtype=torch.int32, device=device)
+    run = next(each.run for each in load_kernels() if each.name == "triton.state_copy")
+
+    def one_by_one() -> None:
+        for group, listed in zip(groups, pairs, strict=True):
+            for pool in group:
+                pool[listed[:, 1]] = pool[listed[:, 0]]
+
+    calls: dict[str, Calls] = {
+        "portable": lambda: [partial(run, groups, copies, cu_copies)],
+        "a pool at a time": lambda: [one_by_one],
+    }
+    return 2 * COPIES * sum(pool[0].nbytes for pool in pools), calls, pools[0]
+
+
 def sections(device: str, tokens: int, peers: bool) -> Iterator[tuple[str, int, list[Job]]]:
     """(name, bytes, contestants); the first is ours, and the error of the others is beside it."""
     problem = Problem(MAMBA1, tokens, device)
@@ -206,6 +229,8 @@ def sections(device: str, tokens: int, peers: bool) -> Iterator[tuple[str, int, 
         moved = 4 * problem.mixed.numel() + (4 * pool.numel() if count == BATCH else 0)
         calls = {"portable": lambda run=run: [run]}  # type: ignore[misc]
         yield f"conv1d {'1x' if count == tokens else 'update batch '}{count}", moved, jobs(calls, problem, out)
+    moved, copying, pool = copied(device, max(1, tokens // 1024))
+    yield f"copy {COPIES} states of {max(1, tokens // 1024)} layers", moved, jobs(copying, problem, pool)
     for lens in ([tokens], [tokens // 16] * 16):
         for name, layer in LAYERS.items():
             problem = Problem(layer, tokens, device)

@@ -260,7 +260,7 @@ def report(name: str, measured: dict[str, Measure], begun: float) -> None:
 
 def machine(args: argparse.Namespace, mine: dict[Op, list[Kernel]]) -> dict[str, Any]:
     """Card, clocks, versions, and the sources that were measured."""
-    from prove import source_hash
+    from portable.proof import source_hash
 
     found: dict[str, Any] = {
         "python": platform.python_version(),

@@ -19,6 +19,7 @@ from portable.layer import LayerTensors
 
 Seen = Callable[[str], bool]
 LAYER = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
+PASSES = 4  # over all calls: for a second or two, a host took 25 us for a launch that took 16 before and after
 
 
 def merge(
@@ -114,13 +115,18 @@ def host(kernels: list[Kernel], found_peers: dict[str, peers.Peer], device: torc
             f"decode {size} portable {kernel.name}": partial(_host_of, kernel, problem) for kernel in kernels
         }
         each |= {f"decode {size} {name}": partial(_host_of_peer, peer, problem) for name, peer in found_peers.items()}
-        for name, measure in each.items():
-            if seen(name):
+        for name, measure in [*each.items()] * PASSES:
+            if seen(name) and "failed" not in found.get(name, {}):
                 try:
-                    found[name] = measure()
+                    found[name] = _lower(found.get(name, {}), measure())
                 except Exception as error:
                     found[name] = {"failed": reason(error)}
     return {name: times for name, times in found.items() if times}
+
+
+def _lower(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Of each call, the pass with the lower median."""
+    return {name: min(times, old.get(name, times)) for name, times in new.items()}
 
 
 def _host_of_peer(peer: peers.Peer, problem: Problem) -> dict[str, tuple[float, float]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import cells
-import contract
 import pytest
 
 import portable
 from portable.attention import load_kernels
+from portable.conformance import cells, contract
 from portable.kernel import Kernel
 from portable.platform.emulated import activate
 from portable.platform.emulated.driver import DEVICES

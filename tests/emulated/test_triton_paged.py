@@ -5,14 +5,12 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 
-import cells
-import contract
-import inputs
 import numpy as np
 import pytest
 import torch
 
 import portable
+from portable.conformance import cells, contract, inputs
 from portable.kernel import KV, Op
 from portable.layer import Layer, LayerTensors
 

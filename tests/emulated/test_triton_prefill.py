@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import contract
-import inputs
 import numpy as np
 import pytest
 import torch
-from cells import Case
 
+from portable.conformance import contract, inputs
+from portable.conformance.cells import Case
+from portable.conformance.measure import error
 from portable.kernel import Op
 from portable.layer import Layer
 from portable.platform.emulated import activate
@@ -77,8 +77,8 @@ def test_lengths_that_only_the_device_knows(arch: str, page_size: int | None) ->
     want, want_lse = contract.expected(asked, made)
     out, lse = torch.full(want.shape, torch.nan, dtype=torch.bfloat16), torch.full(want_lse.shape, torch.nan)
     kernel.run(made.q, made.kv, segment, asked.layer, made.tensors, out, lse)
-    assert contract.error(out, want, contract.size_of(asked, made)) <= 1e-2
-    assert contract.error(lse, want_lse) <= 1e-2
+    assert error(out, want, contract.size_of(asked, made)) <= 1e-2
+    assert error(lse, want_lse) <= 1e-2
 
 
 def test_tokens_that_are_far_apart(arch: str) -> None:
@@ -93,4 +93,4 @@ def test_tokens_that_are_far_apart(arch: str) -> None:
         apart.append(view.copy_(pages))
     out, want = torch.empty_like(made.q), contract.expected(asked, made)[0]
     PAGED.run(made.q, type(made.kv)(*apart), made.segment, asked.layer, made.tensors, out, None)
-    assert contract.error(out, want, contract.size_of(asked, made)) <= 1e-2
+    assert error(out, want, contract.size_of(asked, made)) <= 1e-2

@@ -43,7 +43,8 @@ class Aiter:
     def varlen(
         self, q, k, v, cu_q, cu_k, max_q, max_k, scale, softcap, causal, window, alibi, return_lse, block_table, out
     ):
-        assert not q.requires_grad or return_lse, "8.1: under autograd it asserts return_lse"
+        records = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
+        assert not records or return_lse, "8.1: under autograd it asserts return_lse"
         assert block_table is None, "the stand-in has no pages here"
         ready(q, k, v, cu_q, cu_k, dtypes=HALVES)
         assert max(q.shape[-1], v.shape[-1]) <= 256
@@ -121,13 +122,19 @@ class Aiter:
                 out[r] = made[0]
         return out
 
-    def nhd(self, out, workspace, q, k, v, scale, table, lens, max_len, alibi, softcap, k_scale, v_scale):
-        assert k_scale.dtype == v_scale.dtype == torch.float32  # read without a look
+    def nhd(self, out, workspace, q, k, v, scale, table, lens, max_len, alibi, softcap, kv_dtype, k_scale, v_scale):
+        assert k_scale.dtype == v_scale.dtype == torch.float32  # one number of each is read, without a look
         n, heads, dim = q.shape
         row_bytes = n * heads * (dim * q.element_size() + 8)
         assert workspace.dtype == torch.uint8 and workspace.is_contiguous()
         v = v.as_strided(v.shape, (*k.stride()[:3], 1))
         k = k.as_strided(k.shape, (*k.stride()[:3], 1))
+        if kv_dtype in ("fp8", "fp8_e4m3"):  # 15: bytes in the flavour of the device's conversions
+            flavour = torch.float8_e4m3fnuz if self.readings.arch == "gfx942" else torch.float8_e4m3fn
+            k = k.view(flavour).float() * k_scale.flatten()[0]
+            v = v.view(flavour).float() * v_scale.flatten()[0]
+        else:
+            assert kv_dtype == "auto" and k.dtype == v.dtype == q.dtype
         return self.decode(out, q, k, v, scale, table, lens, max_len, alibi, softcap, workspace.numel() // row_bytes)
 
     def packed(self, out, sums, maxima, partial, q, k, v, heads, scale, table, lens, size, max_len, alibi):

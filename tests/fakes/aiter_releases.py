@@ -136,11 +136,11 @@ def metadata(aiter: Aiter, g: Given) -> None:
 
 
 def decode(aiter: Aiter, g: Given) -> Any:
-    assert (g.kv_cache_dtype, g.kv_cache_layout, g.cu_query_lens, g.mtp) == ("auto", "NHD", None, 1)
+    assert (g.kv_cache_layout, g.cu_query_lens, g.mtp) == ("NHD", None, 1)
     assert (g.partition_size, g.sliding_window, g.fp8_out_scale) == (256, 0, None)
     caches = g.out, g.workspace_buffer, g.query, g.key_cache, g.value_cache
     lens = g.scale, g.block_tables, g.context_lens, g.max_context_len
-    return aiter.nhd(*caches, *lens, g.alibi_slopes, g.logits_soft_cap, g.k_scale, g.v_scale)
+    return aiter.nhd(*caches, *lens, g.alibi_slopes, g.logits_soft_cap, g.kv_cache_dtype, g.k_scale, g.v_scale)
 
 
 def decode_packed(aiter: Aiter, g: Given) -> Any:

@@ -1,7 +1,8 @@
 """`flash_attn` 2 in four builds.
 
 Rows reproduced. LSE: "FA2 CUDA varlen >=2.6.0", "FA2 with_kvcache", "FA2-ROCm CK" [U: base, empty row, output],
-"FA2-ROCm Triton, FA283 in-tree", "FA2-ROCm Triton, via aiter main" [rows not visited stay 0]. Pages: "FA2 upstream",
+"FA2-ROCm Triton, FA283 in-tree", "FA2-ROCm Triton, via aiter main" [rows not visited stay 0; U: what an open right
+side is beside a bounded left, which aiter's prompt and decode kernels read differently]. Pages: "FA2 upstream",
 "FA2-ROCm CK", "FA2-ROCm Triton". Sections "FA2 CUDA", "ROCm flash-attn, CK backend", "ROCm flash-attn, Triton backend".
 """
 
@@ -37,12 +38,13 @@ class Build:
     ignores: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
     folds: bool = False
+    literal: bool = False  # a right side of -1 beside a bounded left is one key before the query's own
 
 
 CUDA = Build(page=256, folds=True)
 CK = Build(page=128, ignores=frozenset({"softcap"}))
 TRITON = Build(layout="th", empty=Empty(0.0), ignores=frozenset({"window", "softcap", "block_table"}))
-AITER = Build(empty=Empty(), refuses=frozenset({"softcap", "block_table"}))
+AITER = Build(page=1, empty=Empty(), refuses=frozenset({"softcap", "block_table"}))
 
 
 def module(build: Build) -> ModuleType:
@@ -86,7 +88,7 @@ def module(build: Build) -> ModuleType:
             keys,
             values,
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            window=sides(window_size, causal),
+            window=bounds(build, window_size, causal),
             softcap=softcap,
             alibi=alibi_slopes,
             empty=build.empty,
@@ -116,7 +118,8 @@ def module(build: Build) -> ModuleType:
         num_splits=0,
         return_softmax_lse=False,
     ):
-        window_size, softcap, block_table = obey(build, window_size, softcap, block_table)
+        window_size, softcap, _ = obey(build, window_size, softcap, None)
+        block_table = None if "block_table" in build.ignores else block_table  # 7: where varlen refuses it, it is taken
         check(q, k_cache, v_cache)
         need(q.dim() == 4 and len(q) == len(cache_seqlens), "q must be [B, Sq, H, D]")
         keys, values = pages(build, k_cache, v_cache, block_table, lens_of(cache_seqlens))
@@ -125,7 +128,7 @@ def module(build: Build) -> ModuleType:
             keys,
             values,
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            window=sides(window_size, causal),
+            window=bounds(build, window_size, causal),
             softcap=softcap,
             alibi=alibi_slopes,
             empty=build.empty,
@@ -137,6 +140,14 @@ def module(build: Build) -> ModuleType:
     made.flash_attn_varlen_func = flash_attn_varlen_func
     made.flash_attn_with_kvcache = flash_attn_with_kvcache
     return made
+
+
+def bounds(build: Build, window, causal):
+    """The window; `literal`: as aiter's decode kernel masks it, "col <= row + diagonal + right" beside causality."""
+    left, right = sides(window, causal)
+    if build.literal and causal and window[0] >= 0:
+        right = min(0, window[1])
+    return left, right
 
 
 def obey(build: Build, window, softcap, block_table):

@@ -1,7 +1,7 @@
 """`flash_mla`: MLA decode, with the metadata of its builds before and since 2026, and vLLM's copy of the later one.
 
-Rows reproduced. LSE: "FlashMLA decode". Pages: "FlashMLA dense". Section 11. [U], what the output of a row without keys
-is, is parametrised; its LSE is +inf in the source of the split and of the combine kernel.
+Rows reproduced. LSE: "FlashMLA decode". Pages: "FlashMLA dense". Section 11. [U], what a row without keys gets and
+the base of the LSE, is parametrised; the source of the split and of the combine kernel has +inf and natural log.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class Build:
 
     lazy: bool = True  # the first call makes the metadata, not `get_mla_metadata`
     empty: float = 0.0  # the output of a row without keys
+    lse: float = math.inf  # and its LSE
+    base: float = math.e
+    transposed: bool = False  # the LSE is [B, Sq, H]
+    vllm: bool = False  # vLLM's copy
 
 
 class SchedMeta:
@@ -67,9 +71,10 @@ def module(build: Build | None = None) -> ModuleType:
             [each[..., :head_dim_v] for each in keys],
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             window=(None, 0 if causal and q.shape[1] > 1 else None),
-            empty=Empty(math.inf, build.empty),
+            empty=Empty(build.lse, build.empty),
         )
-        return torch.stack(outs), torch.stack(lses).float()
+        lse = torch.stack(lses).float() / math.log(build.base)
+        return torch.stack(outs), lse.mT if build.transposed else lse
 
     def flash_mla_with_kvcache(
         q,
@@ -108,7 +113,15 @@ def module(build: Build | None = None) -> ModuleType:
         meta = tile_scheduler_metadata, num_splits
         return call(q, k_cache, block_table, cache_seqlens, head_dim_v, *meta, softmax_scale, causal)
 
-    made.flash_mla_with_kvcache = flash_mla_with_kvcache if build.lazy else older
+    def with_out(*given, out=None, enable_batch_invariant=False, **named):
+        """vLLM's, which writes to a dense `out` of its own shape."""
+        got, lse = flash_mla_with_kvcache(*given, **named)
+        if out is not None:
+            need(out.shape == got.shape and out.dtype == got.dtype and out.is_contiguous(), "out")
+            got = out.copy_(got)
+        return got, lse
+
+    made.flash_mla_with_kvcache = with_out if build.vllm else flash_mla_with_kvcache if build.lazy else older
     return made
 
 

@@ -28,6 +28,7 @@ class Readings:
     lse_factor: float = 1.0  # 1 / ln 2: in base 2
     transposed: bool = False  # [T, H]
     bottom_right: bool = False  # under ROCm too
+    varlen: bool = False  # called by torch.nn.attention.varlen, which passes -1 for an open side on to CUDA
 
     def __str__(self) -> str:
         build = "rocm" if self.rocm else "cuda"
@@ -56,6 +57,10 @@ def installed(readings: Readings) -> Iterator[list[dict[str, object]]]:
         assert query.shape[-1] % 8 == 0 and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         if max_q == 1 and not readings.rocm:  # 2: heads are folded, and row i is taken for request i
             assert len(query) == len(cum_seq_q) - 1, "the folded path needs one query for each request"
+        if readings.varlen:
+            window_size_left, window_size_right = (
+                None if side == -1 else side for side in (window_size_left, window_size_right)
+            )
         if window_size_left is not None or window_size_right is not None:
             if readings.rocm:
                 raise RuntimeError("windows are not what they seem")

@@ -8,8 +8,12 @@
 
 #if defined(__HIP__) || defined(__HIPCC_RTC__)
 #define SHUFFLE_XOR(value, lanes) __shfl_xor(value, lanes)
+#define SHUFFLE(value, lane, width) __shfl(value, lane, width)
+#define ANY(condition) __any(condition)
 #else
 #define SHUFFLE_XOR(value, lanes) __shfl_xor_sync(~0u, value, lanes)
+#define SHUFFLE(value, lane, width) __shfl_sync(~0u, value, lane, width)
+#define ANY(condition) __any_sync(~0u, condition)
 #endif
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
@@ -19,6 +23,17 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;  // of every offset into a pool: 65,536 pages of 32 KiB are past 2**31
+
+constexpr int FEWEST_LANES = 4 * 8;  // of a wave, of all devices
+
+// A divisor of numbers below 2**31, of which n / divisor is the upper half of 2 n magic, shifted: launch.py, `divide`.
+struct Divide {
+    int divisor;
+    u32 magic;
+    int shift;
+
+    __device__ __forceinline__ int of(int n) const { return (int)(__umulhi(2u * n, magic) >> shift); }
+};
 
 // A binary format of up to 16 bits. Values beyond the largest become infinite, or that largest where it SATURATES.
 // "fnuz" has no -0, whose code is its NaN. A code of 0 for INFINITY: the format has none.
@@ -130,3 +145,32 @@ DEVICE void write(T* to, Few<T, COUNT> few, bool whole, int count, Step step) {
 DEVICE i64 next(int i) { return i; }
 
 template <int COUNT, typename T> DEVICE bool aligned(const T* at) { return (u64)at % (sizeof(T) * COUNT) == 0; }
+
+// `change`d in float32 where the type changes, else the same bits.
+template <typename T, typename S, typename Change> struct Convert {
+    DEVICE T value(S x, Change change) { return From<T>::value(change(to_float(x))); }
+};
+template <typename T, typename Change> struct Convert<T, T, Change> {
+    DEVICE T value(T x, Change) { return x; }
+};
+template <typename T, typename S, typename Change> DEVICE T convert(S x, Change change) {
+    return Convert<T, S, Change>::value(x, change);
+}
+
+// What a thread works on: 16 bytes of a (token, head).
+struct Item { int token, head, column; };
+
+// A token's (head, chunk of 16 bytes) pairs are spread over the threads of a block, and of gridDim.z blocks where there
+// are more pairs; where there are fewer, a block takes several tokens. launch.py, `items`.
+struct Items {
+    Divide pairs, chunks;  // of a token, of a head
+    int tokens, count;  // tokens of a block; elements of a chunk
+
+    __device__ __forceinline__ bool find(Item* item, int end) const {
+        const int nth = pairs.of(threadIdx.x), pair = threadIdx.x - nth * pairs.divisor + blockIdx.z * blockDim.x;
+        item->token = blockIdx.x * tokens + nth;
+        item->head = chunks.of(pair);
+        item->column = (pair - item->head * chunks.divisor) * count;
+        return nth < tokens && pair < pairs.divisor && item->token < end;
+    }
+};

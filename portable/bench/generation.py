@@ -1,9 +1,7 @@
-"""`portable bench`: measurements as ratios within one run, beside a peer on the same machine."""
+"""Tokens per second of whole models, beside transformers' own attention on the same machine."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
@@ -29,34 +27,6 @@ PROMPTS = (
     "Name three rivers in Africa, and for each of them one country that it flows through on its way to the sea.",
     "Why do cats purr?",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `portable bench`."""
-    add = parser.add_argument
-    add("--generate", action="store_true", help="tokens per second beside transformers' own sdpa attention")
-    add("--model", metavar="PATH", help="folder of a transformers decoder in safetensors (default: the small one)")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens to generate per prompt (default: 64)")
-    add("--rounds", type=int, default=3, metavar="N", help="times that both are measured, in turn (default: 3)")
-    add("--device", help="as for generate")
-    add("--json", action="store_true", help="print one JSON document, nothing else")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure as the flags say; 0, or a ValueError for bad flags."""
-    if not args.generate:
-        raise ValueError("nothing to measure; give --generate")
-    for name in ("max_new_tokens", "rounds"):
-        if (value := getattr(args, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-    result = measure_generate(args.model, args.max_new_tokens, args.rounds, args.device)
-    if args.json:
-        print(json.dumps(result, indent=2))
-        return 0
-    for name in ("portable", "transformers"):
-        print(f"{name:14} {result[name]['tokens_per_second']:8.1f} tokens per second  ({result[name]['how']})")
-    print(f"{'ratio':14} {result['ratio']:8.2f}  of {result['rounds']} rounds' medians, {result['device']}")
-    return 0
 
 
 def measure_generate(model: str | None, max_new_tokens: int, rounds: int, device: str | None) -> dict[str, Any]:

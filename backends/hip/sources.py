@@ -1,0 +1,48 @@
+"""The code object of a source: what was built before the release, else compiled on this machine, once."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from portable.backends.hip import runtime
+from portable.backends.hip.objects import Store
+from portable.cache_dir import cache_dir
+
+FOLDER = Path(__file__).parent
+HIPIFIED = FOLDER / "amd"  # what ci/hipify.py made of the sources
+OBJECTS = FOLDER / "objects"  # what ci/build_objects.py compiled for a wheel
+
+
+def code(file: str, defines: tuple[str, ...], vendor: str, arch: str) -> bytes:
+    """The object of a source with these defines.
+
+    Raises:
+        RuntimeError: it does not compile, or no compiler was found.
+    """
+    if (ready := OBJECTS / arch / name_of(file, defines, vendor)).is_file():
+        return ready.read_bytes()
+    path, headers = sources(file, vendor)
+    compiler, name = runtime.compiler_of(vendor), runtime.arch_of(vendor, arch)
+    key = digest("\0".join((name_of(file, defines, vendor), name, compiler.version, *compiler.names.options)))
+    store = Store(cache_dir() / "objects")
+    return store.get(
+        f"{file}-{arch}-{key}", lambda: compiler.compile(path.name, path.read_text(), headers, name, defines)
+    )
+
+
+def name_of(file: str, defines: tuple[str, ...], vendor: str) -> str:
+    """Of a prebuilt object: by what it was built from, so that one of another source is never loaded."""
+    path, headers = sources(file, vendor)
+    return f"{file}-{digest(chr(0).join((path.read_text(), *headers.values(), *defines)))}.co"
+
+
+def sources(file: str, vendor: str) -> tuple[Path, dict[str, str]]:
+    """A source as the vendor's compiler takes it, and the header that it includes."""
+    path = HIPIFIED / f"{file}.hip" if vendor == "amd" else FOLDER / f"{file}.cu"
+    header = HIPIFIED / "shim_hip.h" if vendor == "amd" else FOLDER / "shim.h"
+    return path, {header.name: header.read_text()}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

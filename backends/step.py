@@ -1,0 +1,132 @@
+"""What all layers of a step share: the arguments that a callable gets in it, and where its rows go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from portable.backends.convention import CSR, Convention
+from portable.backends.reach import Reach, reach_of
+from portable.backends.rows import as_batch, may_be_empty, seen_rows, token_csr
+from portable.backends.views import Views
+from portable.kernel import GraphLevel, Segment, head_dims
+from portable.layer import Layer
+from portable.paging import num_pages, page_csr
+from portable.ragged import cu_from_lens, ragged_arange
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of a step share."""
+
+    function: Callable[..., Any]
+    segment: Segment  # as the callable sees it
+    calls: tuple[dict[str, Any], ...] = ()  # two where requests differ in being causal; none where no row has a key
+    causal: torch.Tensor | None = None  # [T] bool: the rows for which the first of two calls is right
+    seen: torch.Tensor | None = None  # [T] bool: the rows that see a key; None where all do
+    sets: tuple[bool, bool] | None = None  # whether out, and the LSE, is set where no key is seen; None: all see one
+    batch: tuple[int, int] | None = None  # (B, Sq) where q is [B, Sq, H, D]
+    sources: torch.Tensor | None = None  # [B * Sq] i64, the token at each place; None where it is the same
+    places: torch.Tensor | None = None  # [T] i64, the place of each token
+    single: tuple[int, int, int] | None = None  # (B, H, 1) where each request has one query and q is [B, 1, H, D]
+    wide: int = 0  # what q, K and V are padded to; 0: they are as wide as they should be
+    parts: tuple[int, int] | None = None  # columns of q that are qv, and q
+    reach: Reach | None = None  # of the callable's addresses
+    direct: bool = False  # whether a dense `out` is what the callable may write
+    views: Views | None = None  # what the cache is given as; None: as it is
+    indices: dict[int, torch.Tensor] | None = None  # of slots, for pages that lie so many tokens apart
+
+
+def step_of(
+    convention: Convention,
+    function: Callable[..., Any],
+    segment: Segment,
+    layer: Layer,
+    fixed: dict[str, Any],
+    views: Callable[[Reach | None, int], Views],
+) -> Step:
+    """The step of a segment whose arguments, masks aside, are `fixed`; `views` gives those of a cache."""
+    caps, form = segment.kernel.caps, convention.lse
+    batch = sources = places = single = rows = indices = None
+    if convention.rows == "batch":
+        batch, sources, places = as_batch(segment)
+        single = (batch[0], layer.num_heads, 1) if batch[1] == 1 and sources is None else None
+    if isinstance(segment.causal, torch.Tensor):
+        request = torch.from_numpy(ragged_arange(segment.host_query_lens)[0])
+        rows = segment.causal[request.to(segment.causal.device).long()]
+    ways = (bool(segment.causal),) if rows is None else (True, False)
+    seen = seen_rows(segment, layer) if may_be_empty(segment, layer) else None
+    sets = not convention.zeroes_empty, not (form.empty == "sink" or (form.empty == "-inf" and not layer.sinks))
+    key_dim, width = head_dims(caps.op, layer)
+    wide = max(key_dim, width) if convention.equal_value_dim and key_dim != width else 0
+    reach = reach_of(caps, convention.address_window)
+    paged = segment.block_table is not None
+    if paged and convention.pages != "page":
+        indices = {segment.page_size: fixed[convention.names["kv_indices"]]}
+    return Step(
+        function,
+        segment,
+        tuple({**fixed, **masks(convention, layer, causal)} for causal in ways),
+        rows,
+        seen,
+        # what a graph replays has other lengths
+        sets if any(sets) and (seen is not None or caps.graph_level is not GraphLevel.NEVER) else None,
+        batch,
+        sources,
+        places,
+        single,
+        wide,
+        (width, key_dim - width) if "qv" in convention.names else None,
+        reach,
+        sources is None and len(ways) == 1 and wide in (0, width),
+        views(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
+        indices,
+    )
+
+
+def arguments(convention: Convention, segment: Segment, layer: Layer) -> dict[str, Any]:
+    """What a step fixes, masks aside, by the callable's keywords."""
+    names = convention.names
+    longest = segment.max_query_len
+    if convention.folds_single and longest == 1 and (segment.host_query_lens != 1).any():
+        longest = 2  # a longer grid costs nothing, and rows stay with their requests
+    known: dict[str, Any] = {
+        "cu_seqlens_q": segment.cu_seqlens_q,
+        "seq_lens": segment.seq_lens,
+        "max_query_len": longest,
+        "max_seq_len": segment.max_seq_len,
+        "block_table": segment.block_table,
+        "page_size": segment.page_size,
+        "scale": layer.scale,
+        "softcap": layer.softcap or 0.0,
+    }
+    if "cu_seqlens_k" in names:
+        square = segment.exact and (segment.host_query_lens == segment.host_seq_lens).all()
+        known["cu_seqlens_k"] = segment.cu_seqlens_q if square else cu_from_lens(segment.seq_lens)
+    if any(name in names for name in CSR):
+        assert segment.block_table is not None
+        if convention.pages != "page":
+            csr, known["page_size"] = token_csr(segment), 1
+        else:
+            pages = num_pages(segment.host_seq_lens, segment.page_size)
+            csr = page_csr(segment.block_table, segment.seq_lens, segment.page_size, pages)
+        known |= zip(CSR, (csr.indptr, csr.indices, csr.last_page_len), strict=True)
+    said = {keyword: known[name] for name, keyword in names.items() if name in known}
+    made = {keyword: make(segment, layer) for keyword, make in convention.step.items()}
+    return {**convention.fixed, **said, **made}
+
+
+def masks(convention: Convention, layer: Layer, causal: bool) -> dict[str, Any]:
+    """Causality and window. A callable with an argument for the first closes the right side itself, as a rule."""
+    names = convention.names
+    left, right = layer.window
+    if causal:
+        literal = convention.literal_right and left is not None
+        right = None if "causal" in names and not literal else 0
+    left, right = (convention.open_side if side is None else side for side in (left, right))
+    window = (left, right, *convention.window_more)
+    known = {"causal": causal, "window": window, "window_left": left, "window_right": right}
+    return {names[name]: value for name, value in known.items() if name in names}

@@ -1,0 +1,84 @@
+"""Captured graphs of a device: torch's own module for it, or what stands for it where tensors are on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+_instead: Any = None  # a module like torch.cuda, for tensors of the CPU
+
+
+@contextmanager
+def using(runtime: Any) -> Iterator[None]:
+    """Within the block graphs over tensors of the CPU are those of `runtime`, which has the members of `torch.cuda`."""
+    global _instead
+    before, _instead = _instead, runtime
+    try:
+        yield
+    finally:
+        _instead = before
+
+
+def runtime(device: torch.device) -> Any:
+    """The module that captures graphs of a device, `torch.cuda` of both vendors; None: there is none."""
+    if device.type == "cpu":
+        return _instead
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "CUDAGraph") else None
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a graph."""
+    module = runtime(device)
+    return module is not None and bool(module.is_current_stream_capturing())
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """What is made within the block may be written to later, inside of `torch.inference_mode` and outside."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def repeatable(work: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
+    """What device work gives, and a function that repeats the work into the same memory, by one launch.
+
+    The work is run once before it is captured: what it launches is compiled then. Where there are no graphs it is run
+    again, and what it gives is copied to where the first result is.
+
+    >>> x = torch.zeros(2)
+    >>> result, again = repeatable(lambda: (x + 1,), torch.device("cpu"))
+    >>> x.fill_(4), again(), result[0].tolist()
+    (tensor([4., 4.]), None, [5.0, 5.0])
+    """
+    module = runtime(device)
+    with plain():
+        result = work()
+        if module is None:
+            return result, lambda: _copy(result, work())
+        graph = module.CUDAGraph()
+        with module.graph(graph):
+            result = work()
+        graph.replay()
+    return result, graph.replay
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in dataclasses, tuples, lists and dicts, in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    return [each for part in value for each in tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _copy(old: Any, new: Any) -> None:
+    for to, come in zip(tensors(old), tensors(new), strict=True):
+        to.copy_(come)

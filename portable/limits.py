@@ -1,0 +1,85 @@
+"""The largest step that an object plans: checked when it is made, and in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+
+from portable.batch import Batch
+from portable.ragged import cdiv
+
+SHORT = 16  # tokens: shorter queries are compiled for one by one, longer ones by power of two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes of the largest step, each an int of at least 1; anything else is a ValueError that names it."""
+
+    page_size: int
+    max_reqs: int
+    max_tokens: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}; it must be an int of at least 1")
+
+    def check(self, batch: Batch, device: torch.device, owner: str) -> None:
+        """Raise a ValueError unless a step fits and is on this device; `owner` is what was made for the limits.
+
+        >>> limits = Limits(page_size=4, max_reqs=1, max_tokens=8, max_seq_len=8)
+        >>> limits.check(Batch.from_lens([9], [9]), torch.device("cpu"), "Attention")
+        Traceback (most recent call last):
+        ValueError: the batch has 9 tokens, above the 8 that this Attention was made for
+        """
+        for name, value, limit in (
+            ("requests", batch.num_reqs, self.max_reqs),
+            ("tokens", batch.num_tokens, self.max_tokens),
+            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
+        ):
+            if value > limit:
+                raise ValueError(f"the batch has {value} {name}, above the {limit} that this {owner} was made for")
+        if batch.block_table is not None and batch.page_size != self.page_size:
+            raise ValueError(f"the batch has page_size {batch.page_size}; this {owner} was made for {self.page_size}")
+        if batch.device != device:
+            raise ValueError(f"the batch is on {batch.device}; this {owner} runs on {device}")
+
+    def checked(self, query_lens: Iterable[int] | None) -> tuple[int, ...]:
+        """Lengths of queries that somebody named, or those that stand for all; a ValueError for one that never comes.
+
+        >>> Limits(page_size=16, max_reqs=4, max_tokens=8, max_seq_len=64).checked([1, 8])
+        (1, 8)
+        """
+        lens, most = (
+            self.query_lens if query_lens is None else tuple(query_lens),
+            min(self.max_tokens, self.max_seq_len),
+        )
+        for length in lens:
+            if not 1 <= length <= most:
+                raise ValueError(f"query_lens holds {length}; lengths are 1 to {most}")
+        return lens
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Lengths of queries that stand for all up to the longest.
+
+        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=64).query_lens[14:]
+        (15, 16, 32, 64)
+        """
+        most = min(self.max_tokens, self.max_seq_len)
+        longer = [SHORT << i for i in range(1, 40) if SHORT << (i - 1) < most]
+        return tuple(dict.fromkeys(min(n, most) for n in (*range(1, SHORT + 1), *longer)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of block tables, from one to the most.
+
+        >>> Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=4096).widths
+        (1, 4, 16, 64, 256)
+        """
+        most = cdiv(self.max_seq_len, self.page_size)
+        return (*(4**i for i in range(20) if 4**i < most), most)

@@ -1,0 +1,86 @@
+"""What objects that plan attention over pages do with padded plans, beside planning them."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from portable import ops
+from portable.batch import Batch
+from portable.limits import Limits
+from portable.mha import MhaPlan
+from portable.mla import MlaPlan
+from portable.persistent import Persistent
+from portable.sizes import Size, size_of
+
+Plan = TypeVar("Plan", MhaPlan, MlaPlan)
+
+
+class PaddedPlans(Generic[Plan]):
+    """Plan slots of an object, whose plans may be padded to a size."""
+
+    device: torch.device
+    limits: Limits
+
+    def advance(self, plan: Plan) -> torch.Tensor:
+        """The step of a padded plan with a token more for each request: the next step of a drafter's loop.
+
+        Lengths, slots and what kernels prepare follow from tensors of the device alone, so a loop of `write`, `run` and
+        `advance` may be captured: a replay begins with what `plan` brought. The size's `ahead` says how far it goes:
+        `plan` brings the pages of so many tokens.
+
+        Returns:
+            positions [reqs] int64 of the new tokens, 0 for padding.
+        """
+        self._check_current(plan)
+        positions: torch.Tensor = self._slot_of(plan).advance()
+        return positions
+
+    def update_block_table(
+        self, plan: Plan, block_table: torch.Tensor, slot_mapping: torch.Tensor | None = None, *, slot: int
+    ) -> Plan:
+        """The step of a plan on the pages of another KV group, as the plan of another slot.
+
+        Args:
+            block_table: [B, W] int32 of the group, where the step's tensors are.
+            slot_mapping: [T] int64 slots of the new tokens there; None: the plan writes nothing.
+        """
+        self._check_current(plan)
+        if self._slot(slot) is self._slot_of(plan):
+            raise ValueError(f"slot {slot} holds the plan itself; give the other group a slot of its own")
+        if len(plan.parts) > 1:
+            raise ValueError("the plan is of Parts; plan the other group's own")
+        step = plan.batch if plan.padded is None else plan.padded.step
+        step = step.with_group(block_table, slot_mapping, self.limits.page_size)
+        if plan.padded is None:
+            return self._kept(self._slot(slot).renew((step,) if isinstance(plan, MhaPlan) else step))
+        return self._renew_padded(step, plan.padded.size, slot)
+
+    def _checked_size(self, step: Batch, pad_to: int | Size) -> Size:
+        """The size that is asked for, once it and the step are found to be within the limits."""
+        size, limits, owner = size_of(pad_to, step), self.limits, type(self).__name__
+        size.check_within(owner, limits.max_reqs, limits.max_tokens, limits.max_seq_len)
+        limits.check(step, step.device if step.device.type == "cpu" else self.device, owner)
+        return size
+
+    def _renew_padded(self, step: Batch, size: Size, slot: int) -> Plan:
+        with ops.on_device(self.device):
+            return self._kept(self._slot(slot).renew_padded(step, size, self._memory))
+
+    def _memory(self) -> Persistent:
+        """Of one slot, for the largest padded step."""
+        limits = self.limits
+        return Persistent(limits.max_reqs, limits.max_tokens, limits.max_seq_len, limits.page_size, self.device)
+
+    def _kept(self, plan: Plan) -> Plan:
+        return plan
+
+    def _slot(self, slot: int) -> Any:
+        raise NotImplementedError
+
+    def _slot_of(self, plan: Plan) -> Any:
+        raise NotImplementedError
+
+    def _check_current(self, plan: Plan) -> None:
+        raise NotImplementedError

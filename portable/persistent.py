@@ -1,0 +1,253 @@
+"""The padded steps of a plan slot over persistent tensors: one block of memory, and a view of it for each size.
+
+A plan writes lengths, slots and the entries of the block table that changed into one pinned block, and copies that. The
+entries reach the table by `place`, which is device work of the slot's own and is captured beside what kernels prepare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from portable.batch import Batch
+from portable.kernel import Kernel
+from portable.layer import UnsupportedError
+from portable.lengths import Int32
+from portable.mirror import NOTHING, Entries, Mirror
+from portable.padding import write_cu
+from portable.ragged import cdiv
+from portable.platform.graphs import plain
+from portable.sizes import Size
+from portable.staging import Field, Staging
+
+I32, I64 = torch.int32, torch.int64
+NONE = -1  # an index that is no entry
+
+
+class Pads(NamedTuple):
+    """What padding holds, as the chosen kernels declare it."""
+
+    seq_len: int = 0
+    slot: int = -1
+
+
+class Turn(NamedTuple):
+    """Where a plan writes a step on one of the host's two blocks."""
+
+    cu_seqlens_q: Int32
+    seq_lens: Int32
+    slot_mapping: npt.NDArray[np.int64]
+    causal: npt.NDArray[np.bool_]
+    padding: npt.NDArray[np.bool_]
+    bytes: torch.Tensor  # all of it, up to the table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One size of a slot: the padded batch over persistent tensors, and where a plan writes it."""
+
+    batch: Batch
+    size: Size
+    there: dict[str, torch.Tensor] = field(repr=False)
+    turns: tuple[Turn, Turn] = field(repr=False)
+    bytes: torch.Tensor = field(repr=False)  # of the device, up to the table
+    start: int
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """[T] bool on the device: the tokens that are none of the step's; of sizes with `ahead`, and where it matters."""
+        return self.there["padding"]
+
+    @property
+    def baked(self) -> dict[str, int]:
+        """The numbers of the host that a captured graph freezes: the most that a step of the size may have."""
+        batch = self.batch
+        assert batch.block_table is not None
+        return {
+            "num_reqs": batch.num_reqs,
+            "num_tokens": batch.num_tokens,
+            "max_query_len": batch.max_query_len,
+            "max_seq_len": batch.max_seq_len,
+            "page_size": batch.page_size,
+            "block_table_width": batch.block_table.shape[1],
+        }
+
+
+class Persistent:
+    """The memory of one plan slot.
+
+    Args:
+        reqs, tokens: of the largest step.
+        seq_len: the longest sequence of a step.
+    """
+
+    @plain()
+    def __init__(self, reqs: int, tokens: int, seq_len: int, page_size: int, device: torch.device) -> None:
+        self.tokens, self.seq_len, self.page_size, self.device = tokens, seq_len, page_size, device
+        self.rows = 2 * reqs  # as many for padding: it has no keys, so the host has none of their pages
+        self.width = cdiv(seq_len, page_size)
+        self.mirror = Mirror(reqs, self.width)
+        capacity = reqs + self.width  # entries: a page each for all requests, and a request of the longest
+        self._entries = {"index": Field((capacity,), I64), "page": Field((capacity,), I32)}
+        lens = sum(each.nbytes for each in (_fields(self.rows, tokens) | self._entries).values())
+        known, cells = Field((reqs * self.width,), I32), Field((self.rows * self.width,), I32)
+        self.staging = Staging(lens + known.nbytes, device, more=cells.nbytes - known.nbytes)
+        self._table_at = lens
+        self._known = self.staging.views({"pages": known}, start=lens)
+        self._changed = self.staging.views(self._entries, end=lens)
+        self._count = [capacity, capacity]  # entries on the host's blocks
+        cells_at = self.staging.block[lens:].view(I32)
+        self._table = cells_at[: self.rows * self.width].view(self.rows, self.width)
+        self._steps: dict[Any, Step] = {}
+
+    def step_of(self, batch: Batch, size: Size) -> Step:
+        """The size's step, of the same kind as `batch`: made once.
+
+        Raises:
+            ValueError: the step does not fit into the size, or the size is larger than this was made for.
+            UnsupportedError: requests differ in being causal, in a size where their tokens may stand anywhere.
+        """
+        size.check(batch)
+        causal = batch.causal if isinstance(batch.causal, bool) else None
+        key = size, causal, batch.slot_mapping is None, batch.self_attention, batch.page_size
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._made(batch, size)
+        return found
+
+    @plain()
+    def _made(self, batch: Batch, size: Size) -> Step:
+        rows, tokens, seq_len = size.rows, size.padded_tokens, size.seq_len or self.seq_len
+        for name, value, limit in (
+            ("rows", rows, self.rows), ("tokens", tokens, self.tokens), ("tokens in a sequence", seq_len, self.seq_len),
+        ):  # fmt: skip
+            if value > limit:
+                raise ValueError(f"{size} has {value} {name} once padded, above the {limit} of the plan's slot")
+        if batch.block_table is None:
+            raise ValueError("block_table is None; a step that is padded to a size reads its keys from pages")
+        if batch.page_size != self.page_size:
+            raise ValueError(f"the batch has page_size {batch.page_size}; this slot was made for {self.page_size}")
+        if not (size.uniform or isinstance(batch.causal, bool)):
+            raise UnsupportedError(f"causal differs between requests; {size} says not which tokens are whose")
+        views = self.staging.views(_fields(rows, tokens) | self._entries, end=self._table_at)
+        there = views.there
+        host_cu = np.minimum(np.arange(rows + 1) * size.queries, tokens).astype(np.int32)
+        cu = there["cu_seqlens_q"] if not size.uniform else torch.tensor(host_cu, device=self.device)
+        padded = replace(
+            batch,
+            cu_seqlens_q=cu,
+            seq_lens=there["seq_lens"],
+            block_table=self._table[:rows, : cdiv(seq_len, self.page_size)],
+            slot_mapping=None if batch.slot_mapping is None else there["slot_mapping"],
+            causal=batch.causal if isinstance(batch.causal, bool) else there["causal"],
+            query_lens=np.full(rows, size.queries, np.int32),
+            host_cu_seqlens_q=host_cu,
+            host_seq_lens=np.full(rows, seq_len, np.int32),
+            exact=False,
+            is_prefilling=None,
+            num_reqs=rows,
+            num_tokens=tokens,
+            padded_tokens=tokens,
+            max_query_len=size.queries,
+            max_seq_len=seq_len,
+            view=None,
+            pages=None,
+        )
+        turns = tuple(
+            Turn(*(here[name] for name in Turn._fields[:-1]), block)
+            for here, block in zip(views.here, self.staging.between(views.start, self._table_at), strict=True)
+        )
+        return Step(
+            padded, size, there, (turns[0], turns[1]), self.staging.block[views.start : self._table_at], views.start
+        )
+
+    def fill(self, step: Step, batch: Batch, pads: Pads) -> None:
+        """Bring a step to the device: one copy from the host, and of what is on the device already, one there."""
+        live, tokens, size = batch.num_reqs, batch.num_tokens, step.size
+        near = batch.device.type == "cpu"
+        entries = self.mirror.changes(batch, size.ahead) if near else NOTHING
+        turn = self.staging.turn()
+        cu, seq_lens, slots, causal, padding, block = step.turns[turn]
+        if not size.uniform:
+            write_cu(batch, size, cu)
+        seq_lens[:live] = batch.host_seq_lens[:live] if batch.exact or not near else batch.seq_lens[:live].numpy()
+        seq_lens[live:] = pads.seq_len
+        if size.ahead or pads.seq_len:
+            padding[:tokens] = False
+            padding[tokens:] = True
+        if batch.slot_mapping is not None:
+            slots[tokens:] = pads.slot
+            if near:
+                slots[:tokens] = batch.slot_mapping.numpy()[:tokens]
+        if near and isinstance(batch.causal, torch.Tensor):
+            causal[:live] = batch.causal[:live].numpy()
+            causal[live:] = True
+        if self._enter(entries, turn):
+            self.staging.copy(step.bytes, block)
+        else:
+            self.staging.send(step.start, self._table_at + self._whole(turn))
+        if not near:
+            self._move(step, batch)
+
+    def place(self, refresh: Kernel) -> None:
+        """Put the entries that came with a step into the table; on the device."""
+        refresh.run(*self._changed.there.values(), self._table.view(-1))
+
+    def _enter(self, entries: Entries | None, turn: int) -> bool:
+        """Write entries to the block of the host; False where they are too many, and the whole table is due."""
+        index, page = self._changed.here[turn].values()
+        few = entries is not None and entries[0].size <= index.size
+        count = 0
+        if few and entries is not None:
+            count = entries[0].size
+            if count:
+                index[:count], page[:count] = entries
+        index[count : self._count[turn]] = NONE
+        self._count[turn] = count
+        return few
+
+    def _whole(self, turn: int) -> int:
+        """The table into the block of the host; how many bytes that are."""
+        pages = self.mirror.whole()
+        self._known.here[turn]["pages"][: pages.size] = pages
+        return pages.nbytes
+
+    def _move(self, step: Step, batch: Batch) -> None:
+        """What an engine has on the device, by one launch where its table is as wide as ours."""
+        live, tokens, there, table = batch.num_reqs, batch.num_tokens, step.there, batch.block_table
+        assert table is not None
+        width = min(table.shape[1], self.width)
+        moves = [(self._table[:live, :width], table[:live, :width])]
+        self.mirror.forget(live)
+        if not batch.exact:
+            moves.append((there["seq_lens"][:live], batch.seq_lens[:live]))
+        if batch.slot_mapping is not None:
+            moves.append((there["slot_mapping"][:tokens].view(I32), batch.slot_mapping[:tokens].view(I32)))
+        if isinstance(batch.causal, torch.Tensor):
+            there["causal"][:live].copy_(batch.causal[:live], non_blocking=True)
+            there["causal"][live:].fill_(True)
+        dense = [pair for pair in moves if all(each.is_contiguous() for each in pair)]
+        if dense:
+            torch._foreach_copy_([to for to, _ in dense], [come for _, come in dense], non_blocking=True)
+        for to, come in moves[:1]:
+            if not (to.is_contiguous() and come.is_contiguous()):
+                to.copy_(come, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.staging.nbytes
+
+
+def _fields(rows: int, tokens: int) -> dict[str, Field]:
+    return {
+        "cu_seqlens_q": Field((rows + 1,), I32),
+        "seq_lens": Field((rows,), I32),
+        "slot_mapping": Field((tokens,), I64),
+        "causal": Field((rows,), torch.bool),
+        "padding": Field((tokens,), torch.bool),
+    }

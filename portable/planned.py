@@ -1,0 +1,55 @@
+"""What the plan of a step that is padded to a size tells about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from portable.batch import Batch
+from portable.kernel import GraphLevel, Kernel
+from portable.sizes import Size
+
+
+class Padded(NamedTuple):
+    """What a plan knows beside the padded step."""
+
+    step: Batch  # as it was given
+    size: Size
+    baked: Mapping[str, int]
+
+
+class Planned:
+    """The facts that plans of every kind have."""
+
+    __slots__ = ()
+
+    @property
+    def size(self) -> Size | None:
+        """What the step was padded to."""
+        padded = self._padded
+        return padded.size if padded else None
+
+    @property
+    def baked(self) -> Mapping[str, int]:
+        """Numbers of the host that a graph captured with this plan freezes: the most that a step of the size has."""
+        padded = self._padded
+        return padded.baked if padded else {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step that are not padding."""
+        own: Any = self
+        padded = self._padded
+        return padded.step.num_tokens if padded else own.batch.num_tokens
+
+    @property
+    def level(self) -> GraphLevel:
+        """The least that its kernels declare: what may be captured."""
+        own: Any = self
+        kernels: tuple[Kernel, ...] = own.kernels
+        return min((kernel.caps.graph_level for kernel in kernels), default=GraphLevel.ALWAYS)
+
+    @property
+    def _padded(self) -> Padded | None:
+        found: Padded | None = getattr(self, "padded", None)
+        return found

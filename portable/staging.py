@@ -1,0 +1,131 @@
+"""Persistent memory that a captured graph reads: filled by one copy from the host, at addresses that never change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+import torch
+
+from portable.platform.graphs import plain
+from portable.upload import ALIGNMENT
+
+
+class Field(NamedTuple):
+    """What one tensor of a block is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its room in a block."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class Views(NamedTuple):
+    """The tensors of a layout, by name: on the device, and on each of the two blocks of the host."""
+
+    there: dict[str, torch.Tensor]
+    here: tuple[dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]]]
+    start: int  # bytes from the block's
+    end: int
+
+
+class Staging:
+    """A block of bytes on a device, and two pinned ones on the host that are copied into it in turns.
+
+    A block of the host is filled again only once an event behind its copy has passed: a step in flight is never
+    overwritten, and the host waits for no step but the one before the last.
+
+    Args:
+        nbytes: of each block.
+        more: bytes of the device's block alone, behind.
+
+    >>> staging = Staging(32, torch.device("cpu"))
+    >>> lens = staging.views({"lens": Field((3,), torch.int32)}, end=32)
+    >>> turn = staging.turn()
+    >>> lens.here[turn]["lens"][:] = 7, 8, 9
+    >>> staging.send(lens.start, 32)
+    >>> lens.there["lens"].tolist()
+    [7, 8, 9]
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, *, more: int = 0) -> None:
+        far = device.type != "cpu"
+        with plain():
+            self.block = torch.zeros(nbytes + more, dtype=torch.uint8, device=device)
+            self._hosts = tuple(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=far) for _ in range(2))
+        module: Any = torch.get_device_module(device) if far else None
+        self._events = tuple(module.Event() for _ in range(2)) if far else None
+        self._stream = module.current_stream if far else None
+        self._turn = 0
+        self._layouts: dict[Any, Views] = {}
+
+    @plain()
+    def views(self, fields: Mapping[str, Field], *, start: int = 0, end: int | None = None) -> Views:
+        """Fields one behind the other from `start` on, or up to `end`."""
+        if end is not None:
+            start = end - sum(field.nbytes for field in fields.values())
+        assert start >= 0
+        blocks: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+        at = start
+        for name, (shape, dtype) in fields.items():
+            size = math.prod(shape) * dtype.itemsize
+            for views, block in zip(blocks, (self.block, *self._hosts), strict=True):
+                views[name] = block[at : at + size].view(dtype).view(shape)
+            at += Field(shape, dtype).nbytes
+        first, second = ({name: view.numpy() for name, view in views.items()} for views in blocks[1:])
+        if at > self._hosts[0].nbytes:
+            raise ValueError(f"a layout ends at byte {at} of a block of {self._hosts[0].nbytes}; make the block for it")
+        return Views(blocks[0], (first, second), start, at)
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[torch.Tensor, ...]:
+        """The arrays on the device, by one copy: at the same addresses as the last ones of the same shapes and types.
+
+        >>> staging = Staging(64, torch.device("cpu"))
+        >>> (one,), (two,) = (staging.upload([torch.full((2,), n).numpy()]) for n in (1, 2))
+        >>> one.data_ptr() == two.data_ptr(), one.tolist()
+        (True, [2, 2])
+        """
+        key = tuple([(array.shape, array.dtype.char) for array in arrays])
+        views = self._layouts.get(key)
+        if views is None:
+            types = (torch.from_numpy(array[:0]).dtype for array in arrays)
+            fields = {
+                str(i): Field(array.shape, kind) for i, (array, kind) in enumerate(zip(arrays, types, strict=True))
+            }
+            views = self._layouts[key] = self.views(fields)
+        for view, array in zip(views.here[self.turn()].values(), arrays, strict=True):
+            view[...] = array
+        self.send(views.start, views.end)
+        return tuple(views.there.values())
+
+    def turn(self) -> int:
+        """The block of the host to fill now."""
+        self._turn ^= 1
+        if self._events is not None:
+            self._events[self._turn].synchronize()
+        return self._turn
+
+    def between(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A range of both blocks of the host."""
+        first, second = self._hosts
+        return first[start:end], second[start:end]
+
+    def send(self, start: int, end: int) -> None:
+        """Copy a range of the block of this turn to the device, on its current stream."""
+        self.copy(self.block[start:end], self._hosts[self._turn][start:end])
+
+    def copy(self, to: torch.Tensor, come: torch.Tensor) -> None:
+        """The same with both ranges at hand, of the device's block and of this turn's."""
+        to.copy_(come, non_blocking=True)
+        if self._events is not None and self._stream is not None:
+            self._events[self._turn].record(self._stream(self.block.device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device, and on the host twice."""
+        return self.block.nbytes

@@ -1,0 +1,228 @@
+"""Plug-ins that raise, exit, hang or lie: each is left out and reported, and nothing else is lost."""
+
+import itertools
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import portable
+from portable import attention, doctor, plugins, verdicts
+from portable.platform.detect import cache_clear, describe, detect, vendors
+
+RIGHT = (Path(portable.__file__).parent / "new_vendor" / "kernels.py").read_text(encoding="utf-8")
+DEVICES = (Path(portable.__file__).parent / "new_vendor" / "devices.py").read_text(encoding="utf-8")
+NUMBERS = itertools.count()
+LAYER = portable.Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+
+
+def forget():
+    cache_clear()
+    attention.load_kernels.cache_clear()
+    verdicts._known.clear()
+    for name in [name for name in sys.modules if name.startswith("plugin_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install plug-ins, "group name" -> source of its module, for the time of a test."""
+    monkeypatch.delenv("PORTABLE_PLUGINS", raising=False)
+    monkeypatch.setenv("PORTABLE_CACHE_DIR", str(tmp_path / "cache"))
+
+    def install(**modules):
+        # only who hangs meets the limit: a busy machine may take a second for the others
+        hangs = any("sleep(60)" in source or "while time" in source for source in modules.values())
+        monkeypatch.setattr(plugins, "LIMIT", 1.0 if hangs else 30.0)
+        info = tmp_path / "extra-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
+        points, files = {"kernels": "", "platforms": ""}, {}
+        for key, source in modules.items():
+            group, _, name = key.partition("_")
+            module = f"plugin_{next(NUMBERS)}"  # a new name each time: who hangs in an import keeps its module's lock
+            points[group] += f"{name} = {module}\n"
+            (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
+            files[key] = tmp_path / f"{module}.py"
+        text = "".join(f"[portable.{group}]\n{lines}" for group, lines in points.items())
+        (info / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        forget()
+        return files
+
+    yield install
+    forget()
+
+
+def states(group):
+    return {plugin.name: (plugin.state, plugin.problem) for plugin in plugins.listed(group)}
+
+
+def names():
+    return {kernel.name for kernel in attention.load_kernels()}
+
+
+def test_a_plug_in_brings_its_kernels(install):
+    own = names()
+    install(kernels_acme=RIGHT)
+    assert names() == own | {"acme.paged"}
+    (kernel,) = (kernel for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    assert kernel.plugin.startswith("extra 1.0 ")
+    assert kernel in portable.available_kernels("cpu")
+    assert states(plugins.KERNELS) == {"acme": ("loaded", None)}
+
+
+BROKEN = {
+    "raises": ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
+    "exits": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "hangs": ("import time; time.sleep(60)", "TimeoutError: no answer within 1 s"),
+    "spins": (
+        "import time\nend = time.time() + 3\nwhile time.time() < end: pass",
+        "TimeoutError: no answer within 1 s",
+    ),
+    "has no kernels": ("x = 1", "TypeError: 'module' object is not iterable"),
+    "not a kernel": ("KERNELS = ({'op': 'paged'},)", r"KERNELS[0] is {'op': 'paged'}; it must be a Kernel"),
+    "takes a name": (RIGHT.replace('"acme.paged"', '"torch.sdpa"'), "has the name 'torch.sdpa', which another"),
+    "takes a provider": (RIGHT.replace('provider="acme"', 'provider="reference"'), "has the provider 'reference'"),
+    "twice the same": (RIGHT + "KERNELS = KERNELS * 2", "KERNELS[1] has the name 'acme.paged'"),
+    "no sizes": (RIGHT.replace("head_dims=ANY_SIZE", "head_dims=64"), "acme.paged: its caps cannot be read: Attr"),
+    "no vendors": (RIGHT.replace('vendors={"acme", "cpu"}', "vendors=None"), "its caps cannot be read: TypeError"),
+    "unknown feature": (RIGHT.replace('"sinks"', '"sink"'), "features ['sink'] are not among"),
+    "no function": (RIGHT.replace("run=paged", "run=None"), "run and prepare functions"),
+}
+
+
+@pytest.mark.parametrize(("source", "said"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_one_is_left_out_and_the_others_stay(install, caplog, source, said):
+    own = names()
+    install(kernels_bad=source, kernels_good=RIGHT.replace("acme", "good"))
+    assert names() == own | {"good.paged"}
+    state, problem = states(plugins.KERNELS)["bad"]
+    assert state == "left out" and said in problem
+    assert f"plug-in 'bad' is left out of portable.kernels: {problem}" in caplog.text
+    shown = {plugin["name"]: plugin for plugin in doctor._plugins(plugins.KERNELS, {})}
+    assert doctor._plugin_row(plugins.KERNELS, shown["bad"]) == ("no", plugins.KERNELS, "bad", "extra 1.0", problem)
+    assert doctor._plugin_row(plugins.KERNELS, shown["good"])[::4] == ("yes", "loaded")
+
+
+LIES = {
+    "a window": ("visible &= distance <= left", "pass", "the edge of a window"),
+    "sinks": ("logits = torch.cat([scores, sinks], -1)", "pass", "sinks: out is wrong"),
+    "the diagonal": ("num_keys - num_queries, num_keys, dev", "0, num_queries, dev", "out is wrong"),
+    "the LSE": ("lse[:, rows] = total", "lse[:, rows] = total / math.log(2)", "lse is wrong"),
+    "an empty row": ("weights = torch.exp(scores - total[..., None]).masked_fill(~visible, 0)",
+                     "weights = torch.softmax(scores, -1)", "out is wrong by inf"),
+    "a dtype": ("q[rows].float()", "q[rows].float() if q.dtype == torch.float16 else 1 / 0", "ZeroDivisionError"),
+    "an end": ("keys, values = (", "import time; time.sleep(60); keys, values = (", "it did not end within 1 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "wrong", "about"), LIES.values(), ids=LIES)
+def test_a_kernel_that_lies_is_not_offered(install, monkeypatch, caplog, right, wrong, about):
+    assert right in RIGHT
+    monkeypatch.setattr(verdicts.Verdicts.settle, "__defaults__", (1.0,))
+    install(kernels_bad=RIGHT.replace(right, wrong))
+    assert "acme.paged" in names()
+    assert "acme.paged" not in {kernel.name for kernel in portable.available_kernels("cpu")}
+    (kernel,) = (kernel for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    row = doctor._kernel(kernel, detect("cpu"), {}, attention.verdicts_on(detect("cpu"), {}))
+    assert not row["usable"] and about in row["reasons"][0], row["reasons"]
+    assert "acme.paged is not used on cpu: its self-test failed" in caplog.text
+    chosen = portable.Attention(LAYER, page_size=16, device="cpu").explain()
+    assert "acme.paged" not in {row.choice.kernel.name for row in chosen.rows if row.choice}
+
+
+MERGE = """
+from dataclasses import replace
+from portable.backends.reference import KERNELS as OURS
+from portable.kernel import Kernel
+from portable.merge import merge_states
+
+def merge(outs, lses, sinks, out, lse):
+    found = merge_states(outs, lses, sinks=sinks)
+    out.copy_(found.out)
+    if lse is not None:
+        lse.copy_(found.lse)
+
+ours = next(kernel for kernel in OURS if kernel.name == "reference.merge")
+KERNELS = (Kernel(replace(ours.caps, name="acme.merge", provider="acme"), merge),)
+"""
+
+
+@pytest.mark.parametrize(("wrong", "offered"), [("sinks=sinks", True), ("sinks=None", False)])
+def test_an_operation_that_is_no_attention_is_tried_as_well(install, wrong, offered):
+    install(kernels_acme=MERGE.replace("sinks=sinks", wrong))
+    kernels = {kernel.name: kernel for kernel in attention.load_kernels()}
+    said = attention.verdicts_on(detect("cpu"), {})(kernels["acme.merge"])
+    assert (said is None) == offered and (offered or "its self-test failed" in said)
+
+
+def test_an_edited_plug_in_is_tested_again(install):
+    files = install(kernels_acme=RIGHT.replace("distance <= left", "distance < left"))
+    assert "acme.paged" not in {kernel.name for kernel in portable.available_kernels("cpu")}
+    files["kernels_acme"].write_text(RIGHT)
+    forget()
+    assert "acme.paged" in {kernel.name for kernel in portable.available_kernels("cpu")}
+
+
+@pytest.mark.parametrize(("allowed", "found"), [("", set()), ("b, c", {"b"}), ("c", set())])
+def test_the_variable_limits_which_are_loaded(install, monkeypatch, allowed, found):
+    own = names()
+    broken = "raise RuntimeError('must not be imported')"
+    files = install(kernels_a=broken, kernels_b=RIGHT.replace("acme", "b"), platforms_a=broken)
+    monkeypatch.setenv("PORTABLE_PLUGINS", allowed)
+    assert names() - own == {f"{name}.paged" for name in found}
+    assert "a" not in vendors() and not {files["kernels_a"].stem, files["platforms_a"].stem} & sys.modules.keys()
+    assert {name: state for name, (state, _) in states(plugins.KERNELS).items()} == {
+        "a": "not allowed",
+        "b": "loaded" if found else "not allowed",
+    }
+
+
+VENDORS = {
+    "probe hangs": ("def probe(machine, index): import time; time.sleep(60)", "TimeoutError"),
+    "probe exits": ("def probe(machine, index): raise SystemExit('bye')", "SystemExit: bye"),
+    "another's device": ("def probe(machine, index): return detect('cpu', machine=machine)", "probe answered Target("),
+    "no device of torch": ("def on_cpu(machine): return False\ndef count(machine): return 1", "acme"),
+    "an arch of another": ("ARCHS = {'acme1': Arch(name='acme1', vendor='amd', family='x', wave_size=1, "
+                           "shared_memory=0)}", "is of vendor 'amd'"),
+    "a table of strings": ("ARCHS = {'acme1': 'acme1'}", "ARCHS['acme1'] is 'acme1'; it must be the Arch"),
+    "an unknown operation": ("ORDER = {'attention': ('acme',)}", "ORDER['attention']"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lie", "said"), VENDORS.values(), ids=VENDORS)
+def test_a_vendor_that_lies_is_left_out(install, monkeypatch, caplog, lie, said):
+    install(platforms_acme=f"{DEVICES}\nfrom portable.platform.detect import detect\n{lie}")
+    monkeypatch.setenv("ACME_ON_CPU", "1")
+    assert detect().vendor != "acme"
+    assert describe("gfx942").vendor == "amd"
+    state, problem = states(plugins.PLATFORMS)["acme"]
+    assert state == "left out" and said in problem
+    assert problem in caplog.text
+
+
+def test_a_vendor_that_hung_is_not_asked_again(install, monkeypatch):
+    files = install(
+        platforms_acme=DEVICES + "\nasked = []\ndef count(machine): asked.append(1); import time; time.sleep(60)"
+    )
+    for _ in range(3):
+        portable.platform.detect.absent()
+    assert len(sys.modules[files["platforms_acme"].stem].asked) == 1
+
+
+def test_two_plug_ins_of_one_name(install, tmp_path):
+    install(kernels_acme=RIGHT)
+    other = tmp_path / "other-2.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 2.0\n")
+    (other / "entry_points.txt").write_text("[portable.kernels]\nacme = plugin_9\n")
+    (tmp_path / "plugin_9.py").write_text(RIGHT)
+    forget()
+    assert "acme.paged" in names()
+    assert [(p.distribution, p.state, p.problem) for p in plugins.listed(plugins.KERNELS)] == [
+        ("extra 1.0", "loaded", None),
+        ("other 2.0", "left out", "another plug-in has that name"),
+    ]
