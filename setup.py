@@ -26,7 +26,7 @@ package_dir = {
 }
 
 
-class BuildPy(build_py):
+class BuildPy(build_py):  # type: ignore[misc]
     """Modules and data, then objects."""
 
     def run(self) -> None:

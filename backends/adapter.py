@@ -40,6 +40,7 @@ class Adapter:
         self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
         self._k_descale, self._v_descale, self._asks_lse = of_call
         self._plain_lse = convention.lse.layout if convention.lse.base == "e" else ""
+        self._of_features = bool(self._sinks or self._alibi or self._k_descale)
         self._views: dict[tuple[Reach | None, int], Views] = {}
         self._checked: Callable[..., Any] | None = None
 
@@ -157,16 +158,10 @@ class Adapter:
             call[self._v] = v
         if self._asks_lse:
             call[self._asks_lse] = lse is not None
-        if layer.sinks and tensors.sinks is not None:
-            call[self._sinks] = tensors.sinks.to(convention.sink_dtype or tensors.sinks.dtype)
-        if layer.alibi:
-            call[self._alibi] = tensors.alibi
-        if self._k_descale and layer.kv_dtype.itemsize == 1:
-            for keyword, scale in ((self._k_descale, tensors.k_scale), (self._v_descale, tensors.v_scale)):
-                if scale is not None:
-                    call[keyword] = self._descale(scale, step.segment, layer)
+        if self._of_features:
+            self._add_features(call, step.segment, layer, tensors)
         written = False
-        if self._out:
+        if step.takes_out:
             written = step.direct and out.is_contiguous()
             if not written:
                 call[self._out] = out.new_empty((*q.shape[:-1], step.wide or out.shape[-1]))
@@ -176,13 +171,11 @@ class Adapter:
                 call[self._out] = out if step.batch is None else out.view(*step.batch, *out.shape[1:])
         result = step.function(**call)
         several = isinstance(result, (tuple, list))
-        got = call[self._out] if convention.writes_out else result[0] if several else result
-        if written and convention.writes_out:
-            got = out
-        elif single is not None:
-            got = got.squeeze(1)
-        elif step.batch is not None:
-            got = got.flatten(0, 1)
+        got = result[0] if several else result
+        if convention.writes_out and step.takes_out:
+            got = out if written else call[self._out]
+        if got is not out and step.batch is not None:
+            got = got.squeeze(1) if single is not None else got.flatten(0, 1)
             got = got if step.places is None else got[step.places]
         if step.wide and got.shape[-1] != out.shape[-1]:
             got = got[..., : out.shape[-1]]
@@ -194,10 +187,17 @@ class Adapter:
             name, counts = f"{convention.module}.{convention.function}", " or ".join(map(str, convention.returns))
             found = len(result) if several else 1
             raise RuntimeError(f"{name} returned {found} values; with an LSE they are {counts}")
-        if single is not None and self._plain_lse == "bhs" and logs.shape == single:
+        # `copy_` casts, so what has the right numbers takes one view or none: `lse_rows` would take 4 us
+        layout = self._plain_lse
+        if step.batch is None:
+            if layout == "ht" and logs.shape == lse.shape:
+                return got, logs
+            if layout == "th" and (turned := logs.mT).shape == lse.shape:
+                return got, turned
+        elif single is not None and layout == "bhs" and logs.shape == single:
             rows, columns, _ = logs.stride()
-            return got, logs.as_strided((single[1], single[0]), (columns, rows))  # one view, not two
-        return got, self._lse(logs, step, lse)
+            return got, logs.as_strided((single[1], single[0]), (columns, rows))
+        return got, lse_of_rows(logs, convention.lse, step.batch, step.places, lse, step.segment.cu_seqlens_q)
 
     @staticmethod
     def _indices(step: Step, apart: int) -> torch.Tensor:
@@ -206,16 +206,6 @@ class Adapter:
         if apart not in known:
             known[apart] = slot_indices(known[page_size], page_size, apart)
         return known[apart]
-
-    def _lse(self, logs: torch.Tensor, step: Step, lse: torch.Tensor) -> torch.Tensor:
-        """An LSE as [H, T]. `copy_` casts, so what has the right numbers takes one view or none."""
-        layout = self._plain_lse
-        if step.batch is None:
-            if layout == "ht" and logs.shape == lse.shape:
-                return logs
-            if layout == "th" and (turned := logs.mT).shape == lse.shape:
-                return turned
-        return lse_of_rows(logs, self.convention.lse, step.batch, step.places, lse, step.segment.cu_seqlens_q)
 
     @staticmethod
     def _set_empty(
@@ -235,6 +225,17 @@ class Adapter:
             if layer.sinks and tensors.sinks is not None:
                 lse = torch.where(seen, lse, tensors.sinks.float()[:, None])
         return out, lse
+
+    def _add_features(self, call: dict[str, Any], segment: Segment, layer: Layer, tensors: LayerTensors) -> None:
+        """Sinks, slopes and the scales of an fp8 cache, where the layer has them."""
+        if layer.sinks and tensors.sinks is not None:
+            call[self._sinks] = tensors.sinks.to(self.convention.sink_dtype or tensors.sinks.dtype)
+        if layer.alibi:
+            call[self._alibi] = tensors.alibi
+        if self._k_descale and layer.kv_dtype.itemsize == 1:
+            for keyword, scale in ((self._k_descale, tensors.k_scale), (self._v_descale, tensors.v_scale)):
+                if scale is not None:
+                    call[keyword] = self._descale(scale, segment, layer)
 
     def _descale(self, scale: torch.Tensor, segment: Segment, layer: Layer) -> torch.Tensor:
         """The scale of an fp8 cache in the callable's shape."""

@@ -59,7 +59,8 @@ class Convention:
     # What the CSR names count. "token": slots, with K and V as [N, Hkv, D]; "single": slots as pages [N, 1, Hkv, D].
     pages: str = "page"
     folds_single: bool = False  # takes a longest query of 1 for exactly one token in each request
-    writes_out: bool = False  # promises that `out` holds the output
+    writes_out: bool = False  # promises that an `out` that it is given holds the output
+    out_of_single: bool = False  # takes one where each request has one query, and no other
     returns: Mapping[int, int | None] = field(default_factory=lambda: {2: 1})  # how many results: which is the LSE
     zeroes_empty: bool = True  # the output of a row without keys is 0
     lse: LseForm = field(default_factory=LseForm)
@@ -70,6 +71,8 @@ class Convention:
     def __post_init__(self) -> None:
         if unknown := self.names.keys() - {*OF_THE_CALL, *OF_THE_STEP}:
             raise ValueError(f"names of {self.function} has {min(unknown)!r}; the contract has no such argument")
+        if self.writes_out and "out" not in self.names:
+            raise ValueError(f"writes_out of {self.function} is True; names must have 'out' then")
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known:

@@ -7,6 +7,8 @@
   becomes one request for each of its queries.
 * The LSE is [B, H, Sq] in natural log, +inf for a row without keys. fp8 caches need the sparse kernels.
 * Dense decoding is built for sm90 alone; what the package has for Blackwell is sparse, or for prompts.
+* vLLM's copy writes into an `out` that it is given, which saves a launch. With more than one query for each request it
+  wants a shape of its own there: 0.33 refuses [B, Sq, H, rank], which its docstring asks for.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ CAPS = KernelCaps(
     features=frozenset({"noncausal", "lse"}),
     tolerance={torch.bfloat16: 1e-2, torch.float16: 2e-3},
 )
-VLLM_DECODE = replace(DECODE, module=VLLM, names={**DECODE.names, "out": "out"}, writes_out=True)
+VLLM_DECODE = replace(DECODE, module=VLLM, names={**DECODE.names, "out": "out"}, writes_out=True, out_of_single=True)
 KERNELS: tuple[Kernel, ...] = (
     MlaCall(DECODE).kernel(CAPS),
     MlaCall(VLLM_DECODE).kernel(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +31,18 @@ class Inputs:
     v: torch.Tensor
 
 
-def inputs_of(
-    kernel: Kernel, lens: Lens, layer: Layer, page_size: int | None, device: str, causal: bool = True
-) -> Inputs:
+class Drawn(NamedTuple):
+    """The numbers of a call, on the CPU."""
+
+    q: torch.Tensor
+    stored: KV  # rows as a cache holds them
+    tensors: LayerTensors
+    k: torch.Tensor  # [Tk, Hkv, D] float32
+    v: torch.Tensor
+
+
+@lru_cache(maxsize=64)  # kernels of a package are asked much the same, and this is most of the time of a test
+def drawn(lens: Lens, layer: Layer) -> Drawn:
     """Random numbers of a fixed seed: the last keys of a request weigh most, for there masks differ."""
     generator = torch.Generator().manual_seed(len(lens) + sum(map(sum, lens)))
     queries, keys = (np.array([pair[i] for pair in lens], dtype=np.int32) for i in range(2))
@@ -52,19 +62,30 @@ def inputs_of(
     stored = KV(quantize(k, tensors.k_scale, layer.kv_dtype), quantize(v, tensors.v_scale, layer.kv_dtype))
     assert stored.v is not None
     k, v = values_of(stored.k, tensors.k_scale, torch.float32), values_of(stored.v, tensors.v_scale, torch.float32)
-    table = None
     rows = KV(stored.k[:, 0], None) if mla else stored
-    if page_size is not None:
+    return Drawn(q, rows, tensors, k, k[..., : layer.kv_lora_rank] if mla else v)
+
+
+def inputs_of(
+    kernel: Kernel, lens: Lens, layer: Layer, page_size: int | None, device: str, causal: bool = True
+) -> Inputs:
+    """The same numbers in memory of their own on a device, in pages or contiguous."""
+    queries, keys = (np.array([pair[i] for pair in lens], dtype=np.int32) for i in range(2))
+    q, rows, tensors, k, v = drawn(lens, layer)
+    table = None
+    if page_size is None:
+        rows = KV(rows.k.clone(), None if rows.v is None else rows.v.clone())
+    else:
         rows, table = into_pages(rows, lens, layer, page_size)
     table = None if table is None else table.to(device)
     return Inputs(
         q.clone().to(device),
         on(device, rows),
         segment_of(kernel, layer, queries, keys, table, page_size, causal, device),
-        LayerTensors(*(x if x is None else x.to(device) for x in tensors)),
+        LayerTensors(*(x if x is None else x.clone().to(device) for x in tensors)),
         q,
         k,
-        k[..., : layer.kv_lora_rank] if mla else v,
+        v,
     )
 
 

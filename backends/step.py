@@ -35,7 +35,8 @@ class Step:
     wide: int = 0  # what q, K and V are padded to; 0: they are as wide as they should be
     parts: tuple[int, int] | None = None  # columns of q that are qv, and q
     reach: Reach | None = None  # of the callable's addresses
-    direct: bool = False  # whether a dense `out` is what the callable may write
+    takes_out: bool = False  # whether it is given something to write its output to
+    direct: bool = False  # whether that may be `out` itself, where it is dense
     views: Views | None = None  # what the cache is given as; None: as it is
     indices: dict[int, torch.Tensor] | None = None  # of slots, for pages that lie so many tokens apart
 
@@ -81,6 +82,7 @@ def step_of(
         wide,
         (width, key_dim - width) if "qv" in convention.names else None,
         reach,
+        "out" in convention.names and (single is not None or not convention.out_of_single),
         sources is None and len(ways) == 1 and wide in (0, width),
         views(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
         indices,

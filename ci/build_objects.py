@@ -41,10 +41,12 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
     for unit in UNITS:
         yield "state_copy", (f"UNIT={unit}",)
     yield "refresh", ()
-    for dtype, width, rows, full in product((torch.float16, torch.bfloat16), (64, 128, 256), (1, 2, 4), (True, False)):
-        for stored in (dtype, torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-            named = defines(dtype, stored, cut_for(width, rows), full=full)
-            yield "paged_decode", tuple(f"{name}={value}" for name, value in named.items())
+    layers = product((torch.float16, torch.bfloat16), (64, 128, 256), (1, 2, 4, 8), (True, False))
+    for dtype, width, most, full in layers:
+        for kv_dtype, wide in product((dtype, torch.float8_e4m3fn, torch.float8_e4m3fnuz), (True, False)):
+            if wide == (kv_dtype.itemsize == 1) or (kv_dtype.itemsize == 1 and not full):
+                named = defines(dtype, kv_dtype, cut_for(width, most, "amd", wide), full=full)
+                yield "paged_decode", tuple(f"{name}={value}" for name, value in named.items())
 
 
 def assembly(file: str, defines: tuple[str, ...], arch: str) -> str:

@@ -148,6 +148,10 @@ def _sound(name: str, vendor: Any) -> Vendor:
     for key, arch in vendor.ARCHS.items():
         if arch.vendor != name:
             raise ValueError(f"ARCHS[{key!r}] is of vendor {arch.vendor!r}; the plug-in's name is {name!r}")
+    for product in vendor.PRODUCTS.values():
+        product.named("a name")  # its pattern is a regular expression
+    if not all(isinstance(each, str) for each in getattr(vendor, "ENVIRONMENT", ())):
+        raise TypeError(f"ENVIRONMENT is {vendor.ENVIRONMENT!r}; it must be a tuple of names of variables")
     if stray := [key for key, product in vendor.PRODUCTS.items() if product.arch not in vendor.ARCHS]:
         raise ValueError(f"PRODUCTS[{stray[0]!r}] is of an arch that ARCHS does not have")
     for op, providers in vendor.ORDER.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from portable.platform import nvidia_measured
 from portable.platform.machine import Machine, as_target, recognise, seen, short, why_none
 from portable.platform.sources import Card
 from portable.platform.target import Arch, Product, Target, order
@@ -75,6 +76,7 @@ PRODUCTS: Mapping[str, Product] = {
 }
 
 ORDER: Mapping[str, tuple[str, ...]] = order("flash_attn", "flash_mla", "triton", "hip", "torch")
+MEASURED = nvidia_measured.MEASURED
 
 
 def parse(name: str) -> Arch | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.attention import Attention, available_kernels
 from portable.batch import Batch
+from portable.block_table import BlockTable
 from portable.cache import allocate_cache
 from portable.copies import copy_pages
 from portable.kernel import KV, AttnOut, Kernel, KernelCaps, Needs, Op
@@ -21,8 +22,10 @@ from portable.order import Split
 from portable.platform.detect import describe, detect
 from portable.platform.target import Target
 from portable.select import Choice, select
+from portable.sizes import Size
 
 if TYPE_CHECKING:
+    from portable.graphs import Graphs
     from portable.mamba_copies import RunningStates, plan_state_copies
     from portable.mamba_run import Mamba, StatePools, allocate_states
     from portable.mla_attention import MlaAttention
@@ -36,7 +39,9 @@ __all__ = [
     "Attention",
     "AttnOut",
     "Batch",
+    "BlockTable",
     "Choice",
+    "Graphs",
     "Kernel",
     "KernelCaps",
     "Layer",
@@ -47,6 +52,7 @@ __all__ = [
     "Needs",
     "Op",
     "RunningStates",
+    "Size",
     "Split",
     "SsmTensors",
     "StatePools",
@@ -64,6 +70,7 @@ __all__ = [
 ]
 
 _LATER = {  # imported at their first use
+    "Graphs": "graphs",
     "Mamba": "mamba_run",
     "MlaAttention": "mla_attention",
     "MlaWeights": "mla_weights",

@@ -338,12 +338,13 @@ class Kernels:
         if op in PAGES and self.num_pages is not None:
             needs = replace(needs, num_pages=self.num_pages)
         key = (op, needs)
-        if key not in self._choices:
-            self._choices[key] = select(
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = select(
                 op, self.target, self.layer, needs, self.requested, self.installed, load_kernels(),
                 verdict=self.verdicts,
             )  # fmt: skip
-        return self._choices[key]
+        return found
 
     def __call__(self, op: Op, needs: Needs) -> Kernel:
         return self.choice(op, needs).kernel
@@ -370,14 +371,14 @@ class Kernels:
             self.choice(op, needs)
         self.settle()
         here = self.target.device != "cpu" or self.target.emulated
-        if not here or not any(kernel.caps.provider == warmup.OURS for kernel in load_kernels()):
-            return 0
-        launching, device = importlib.import_module("portable.backends.triton.launch"), torch.device(self.target.device)
+        ours = filter(warmup.recordable, {kernel.caps.provider for kernel in load_kernels()} if here else ())
+        modules = [importlib.import_module(f"portable.backends.{name}.launch") for name in sorted(ours)]
+        device = torch.device(self.target.device)
         return warmup.warm(
             self.layer,
             self,
-            lambda: launching.recorded(self.target),
-            lambda calls: int(launching.warmup(calls, device)),
+            lambda: warmup.recorded(modules, self.target),
+            lambda calls: sum(int(module.warmup(each, device)) for module, each in zip(modules, calls, strict=True)),
             batches,
             pages,
             tensors,

@@ -54,7 +54,7 @@ class BlockTable:
         found = np.asarray(pages)
         end = column + found.size
         rows, width = self._table.shape
-        if not (0 <= row < rows and 0 <= column and end <= width):
+        if not (0 <= row < rows and column >= 0 and end <= width):
             raise ValueError(f"row {row} and columns {column} to {end - 1} are not in a table of {rows} x {width}")
         if found.size and (found.min() < 0 or found.max() > MAX_INT32):
             raise ValueError(f"row {row}: pages are {found.min()} to {found.max()}; a page is 0 to 2**31 - 1")
@@ -75,14 +75,15 @@ class BlockTable:
         """
         row, column, page = (np.asarray(each, np.int64) for each in (rows, columns, pages))
         count, width = self._table.shape
-        if not row.shape == column.shape == page.shape or row.ndim != 1:
-            raise ValueError(f"rows, columns and pages have shapes {row.shape}, {column.shape} and {page.shape}; one each")
+        shapes = row.shape, column.shape, page.shape
+        if row.ndim != 1 or len(set(shapes)) > 1:
+            raise ValueError("rows, columns and pages have shapes {}, {} and {}; one each".format(*shapes))
         if row.size and (
             (row | column | page).min() < 0 or row.max() >= count or column.max() >= width or page.max() > MAX_INT32
         ):
             raise ValueError(
-                f"rows are {row.min()} to {row.max()}, columns {column.min()} to {column.max()} and pages {page.min()} to "
-                f"{page.max()}; the table is {count} x {width}, and a page 0 to 2**31 - 1"
+                f"rows are {row.min()} to {row.max()}, columns {column.min()} to {column.max()} and pages {page.min()} "
+                f"to {page.max()}; the table is {count} x {width}, and a page 0 to 2**31 - 1"
             )
         places = row * width + column
         self._table.reshape(-1)[places] = page

@@ -1,4 +1,7 @@
-"""The checks that every run and write make: shapes, dtypes and devices, with the argument named."""
+"""The checks that every run and write make: shapes, dtypes and devices, with the argument named.
+
+Strides are not checked but brought to what kernels read, by `rows` and `flat`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,32 @@ from portable.sets import short
 from portable.states import SsmTensors
 
 _of = attrgetter("shape", "dtype", "device")
+SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def facts(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """What the checks look at, hashable: equal facts and the same step need no second look."""
     return tuple([None if each is None else _of(each) for each in tensors])
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with the elements of the last dimension side by side, in a copy where they are not.
+
+    >>> rows(torch.zeros(3, 4).T).stride(), rows(torch.zeros(8, 4)[::2]).stride()
+    ((3, 1), (8, 1))
+    """
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same with all elements side by side, in one dimension at most; an expanded tensor is a copy.
+
+    >>> flat(torch.zeros(1).expand(4)).stride(), flat(torch.zeros(1, 4)).shape
+    ((1,), torch.Size([4]))
+    """
+    if tensor is None or (tensor.dim() <= 1 and tensor.is_contiguous()):
+        return tensor
+    return tensor.reshape(-1).contiguous()
 
 
 def step_facts(batch: Batch) -> tuple[Any, ...]:
@@ -98,6 +122,8 @@ def _check_scales(layer: Layer, tensors: LayerTensors, device: torch.device) -> 
             )
         if scale is not None and scale.device != device:
             raise ValueError(f"tensors.{name} is on {scale.device}; the batch is on {device}")
+        if scale is not None and layer.dtype is not torch.float64 and scale.dtype not in SCALES:
+            raise ValueError(f"tensors.{name} is {short(scale.dtype)}; it must be {short(torch.float32)}")
 
 
 def _check_new(layer: Layer, new: KV, tokens: int, device: torch.device) -> None:
@@ -205,6 +231,8 @@ def check_scan(
         if optional is not None:
             _like(f"tensors.{name}", optional, (heads,), None, device)
     _check_pool("the scan's pool", pool, (heads, width, layer.state_dim), layer.kv_dtype, plan)
+    if pool.stride(-1) != 1 and pool.shape[-1] > 1:
+        raise ValueError(f"the scan's pool has a last stride of {pool.stride(-1)}; a slot's memory is dense")
 
 
 def _check_pool(

@@ -58,6 +58,9 @@ def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[Co
         raise ValueError(f"workspace is {workspace} tokens, less than a page of {page_size}; give it at least one page")
     room = workspace // page_size
     pages = cdiv(lens, page_size).astype(np.int64)
+    if 0 < pages.sum() <= room:
+        some = lens.nonzero()[0].astype(np.int32)
+        return [ContextChunk(some, np.zeros_like(some), lens[some])]
     before = np.cumsum(pages) - pages  # of the requests in front: a request's place on one long shelf of pages
     count = np.where(pages > 0, (before + pages - 1) // room - before // room + 1, 0)
     request, place = ragged_arange(count)

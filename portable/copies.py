@@ -37,14 +37,16 @@ def copy_pages(layer: Layer, source: KV, target: KV, pages: Sequence[tuple[int, 
     """
     source, target = KV(*source), KV(*target)
     _check(source, target)
-    given = pages if isinstance(pages, torch.Tensor) else torch.tensor(pages, dtype=torch.int64).reshape(-1, 2)
+    given = pages if isinstance(pages, torch.Tensor) else torch.tensor(pages, dtype=torch.int64)
+    if not given.numel():
+        given = given.reshape(0, 2).long()
     if given.dim() != 2 or given.shape[1] != 2 or given.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"pages is {given.dtype} {tuple(given.shape)}; it must be pairs (from, to): integers [n, 2]")
     if given.device.type == "cpu":
         _check_pairs(given, source, target)
     if source.k.device == target.k.device:
         kernel = _kernels(source.k.device, layer)(Op.CACHE_COPY, Needs(page_size=_page_size(source, layer)))
-        kernel.run(source, target, given.to(source.k.device, torch.int64), layer)
+        kernel.run(source, target, given.to(source.k.device, torch.int64).contiguous(), layer)
         return
     if given.device.type != "cpu":
         raise ValueError(

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from portable.attention import Attention
@@ -225,13 +227,13 @@ class Engine:
                 last.append(len(ids) - 1)
         tokens = torch.tensor([ids, positions]).t()
         replay = self.graphs is not None and self.graphs.serves(chunks)
-        steps = self._steps(chunks, self._batch(chunks, "cpu" if replay else self.device))
+        steps = self._steps(chunks, self._decodes(chunks) if replay else self._batch(chunks))
         logits = self.graphs(steps, tokens) if self.graphs is not None and replay else None
         if logits is not None:
             self.stats.graph_steps += 1
         else:
             if replay:  # it could not be captured
-                steps = {layer: _moved(step, self._batch(chunks, self.device)) for layer, step in steps.items()}
+                steps = {layer: _moved(step, self._batch(chunks)) for layer, step in steps.items()}
             plans = {layer: _plan(planner, steps[layer]) for layer, planner in self.planners.items()}
             keep = torch.tensor(last, dtype=torch.long, device=self.device)
             logits = self._forward(plans, tokens.to(self.device), keep)
@@ -259,17 +261,25 @@ class Engine:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _batch(self, chunks: list[Chunk], device: torch.device | str | None = None) -> Batch:
-        scheduler = self.scheduler
-        seq_lens = [chunk.start + chunk.length for chunk in chunks]
-        width = -(-max(seq_lens) // scheduler.page_size)
+    def _batch(self, chunks: list[Chunk]) -> Batch:
+        seq_lens, pages = self._pages(chunks)
         return Batch.from_lens(
             query_lens=[chunk.length for chunk in chunks],
             seq_lens=seq_lens,
-            block_table=scheduler.block_table[[chunk.request.row for chunk in chunks], :width],
-            page_size=scheduler.page_size,
-            device=self.device if device is None else device,
+            block_table=pages,
+            page_size=self.scheduler.page_size,
+            device=self.device,
         )
+
+    def _decodes(self, chunks: list[Chunk]) -> Batch:
+        """One new token each, on the host."""
+        return Batch.decode(*self._pages(chunks), page_size=self.scheduler.page_size)
+
+    def _pages(self, chunks: list[Chunk]) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """The lengths after a step, and the block table of its requests."""
+        seq_lens = [chunk.start + chunk.length for chunk in chunks]
+        width = -(-max(seq_lens) // self.scheduler.page_size)
+        return seq_lens, self.scheduler.block_table[[chunk.request.row for chunk in chunks], :width]
 
     def _answer(self, plans: Mapping[Layer, Any]) -> Callable[[Call], torch.Tensor]:
         """The attention of this step: write the new tokens to their pages, then attend."""

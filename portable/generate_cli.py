@@ -189,7 +189,8 @@ def report(job: Job, args: argparse.Namespace) -> int:
         note("interrupted")
     stats = job.engine.stats
     preempted = f", {stats.preemptions} preemptions" if stats.preemptions else ""
-    took = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s{preempted}"
+    replayed = f", {stats.graph_steps} of {stats.steps} steps by captured graphs" if stats.graph_steps else ""
+    took = f"{stats.generated_tokens} tokens in {stats.seconds:.2f} s{preempted}{replayed}"
     note(f"{took}: {stats.tokens_per_second:.1f} tokens per second")
     return code
 

@@ -75,6 +75,8 @@ class Op(str, Enum):
     REFRESH = "refresh"
     ADVANCE = "advance"
 
+    __hash__ = str.__hash__  # in C: a plan looks up a kernel 3 to 8 times
+
     def __str__(self) -> str:
         return self.value
 

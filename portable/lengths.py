@@ -18,9 +18,9 @@ MAX_INT32 = int(np.iinfo(np.int32).max)
 
 def as_lens(name: str, values: npt.ArrayLike) -> Int32:
     """A fresh [B] int32 array of non-negative numbers, or a ValueError naming the row."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
-        if not values.size or values.min() >= 0:  # as engines keep them: 3 us, where all that follows takes 9
-            return values.copy()
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and not (values < 0).any():
+        plain: Int32 = values.copy()  # as engines keep them: 4 us, where all that follows takes 9
+        return plain
     lens = as_array(name, values)
     if lens.ndim != 1:
         raise ValueError(f"{name} has shape {list(lens.shape)}; it must be [B]")
@@ -126,6 +126,8 @@ def check_tensor(
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; seq_lens is on {device}")
+    if tensor.numel() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has a last stride of {tensor.stride(-1)}; it must be 1: give its contiguous()")
 
 
 def twin(name: str, tensor: torch.Tensor, host: npt.ArrayLike | None) -> npt.NDArray[np.generic]:

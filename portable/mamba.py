@@ -12,6 +12,7 @@ The states of a request live in the slots that its row of a table names, in one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -49,7 +50,7 @@ class MambaPlan:
     decode: DecodeStates | None
     prefill: PrefillStates | None
     blocks: BlockIndices | None  # in the modes "align" and "all"
-    places: Places
+    places: Callable[[], Places]
     num_reqs: int
     num_tokens: int
     padded_tokens: int
@@ -69,14 +70,13 @@ class MambaPlan:
         >>> plan.decode.state_indices.tolist(), other.decode.state_indices.tolist()
         ([[3]], [[8]])
         """
-        host = located(table, self.places, self.num_reqs, self.pad_slot)
+        places = self.places()
+        host = located(table, places, self.num_reqs, self.pad_slot)
         (found,) = upload((host,), self.device)
         decode, prefill = self.decode, self.prefill
         dec, width = (0, 1) if decode is None else (decode.requests.stop, decode.state_indices.shape[1])
         pre = 0 if prefill is None else len(prefill.state_indices)
-        reads, initial, writes, final, stores = _parted(
-            slots_at(found, table, self.places, self.pad_slot), dec, width, pre
-        )
+        reads, initial, writes, final, stores = _parted(slots_at(found, table, places, self.pad_slot), dec, width, pre)
         if decode is not None:
             decode = replace(decode, initial_indices=reads, state_indices=writes)
         if prefill is not None:
@@ -172,6 +172,7 @@ def plan_mamba(
         at_rows += [rows[pre], chunks.rows + np.int32(d)]
         at_columns[1:1] = [np.where(has_initial, before[pre], -1)]
         at_columns += [np.where(q[pre] > 0, now[pre], -1), stored]
+    if p > d:
         blocks = ragged_arange(cdiv(q[pre], conv_block))
         arrays += [cu[d : p + 1] - cu[d], has_initial, chunks.cu_chunks, chunks.rows, chunks.last, at, *blocks]
     places = Places(
@@ -181,17 +182,19 @@ def plan_mamba(
         0 if counts is None else num_draft,
     )
     host = located(table, places, batch.num_reqs, pad_slot)
-    arrays += [cu[: dec.stop + 1], np.ones(dec.stop, np.int32) if kept is None else kept[dec]]
+    cu_here, padding = cu[: dec.stop + 1], None
     if memory is None:
-        *there, cu_d, accepted, found = upload([*arrays, host], device)
-        padding = None
+        ones = np.ones(dec.stop, np.int32)
+        *there, cu_d, accepted, found = upload([*arrays, cu_here, ones if kept is None else kept[dec], host], device)
+        slots = slots_at(found, table, places, pad_slot)
+        if counts is not None:
+            accepted = counts[dec]
     else:
         behind = np.arange(batch.padded_tokens) >= batch.num_tokens
-        *there, cu_d, accepted, padding, found = memory.upload([*arrays, behind, host])
-    if memory is None:
-        slots = slots_at(found, table, places, pad_slot)
-    else:
-        slots, counts = memory.slots(found, table, places, pad_slot, counts)
+        brought = memory.bring(cu_here, None if kept is None else kept[dec], behind, host, arrays)
+        if host.dtype != np.int32:
+            memory.look(brought, host, table, places, pad_slot, counts)
+        cu_d, accepted, padding, slots, there = *brought[:-1], list(brought.blocks)
     reads, initial, writes, final, stores = _parted(slots, dec.stop, tokens.size, p - d)
     columns = [] if mode == "none" else there[:3]
     decode = prefill = None
@@ -202,7 +205,7 @@ def plan_mamba(
             cu_seqlens_q=cu_d,
             initial_indices=reads,
             state_indices=writes,
-            num_accepted=None if not num_draft else accepted if counts is None else counts[dec],
+            num_accepted=accepted if num_draft else None,
             max_query_len=max_query_len or int(q[dec].max()),
             pad_slot=pad_slot,
         )
@@ -230,7 +233,7 @@ def plan_mamba(
         decode=decode,
         prefill=prefill,
         blocks=BlockIndices(*columns) if columns else None,
-        places=places,
+        places=lambda: places,
         num_reqs=batch.num_reqs,
         num_tokens=batch.num_tokens,
         padded_tokens=batch.padded_tokens,

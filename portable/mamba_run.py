@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,8 @@ class Mamba:
     ) -> None:
         if layer.family not in ("mamba1", "mamba2"):
             raise ValueError(f"layer.family is {layer.family!r}; Mamba serves 'mamba1' and 'mamba2' layers")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, get_args(Mode)))}")
         limits = {"max_reqs": (max_reqs, 1), "max_tokens": (max_tokens, 1), "num_draft": (num_draft, 0)}
         if mode != "none" or block_size is not None:
             limits["block_size"] = (block_size or 0, 1)
@@ -199,7 +201,7 @@ class Mamba:
             out: [T, C] to write into.
         """
         self._check_current(plan)
-        out = torch.empty_like(x) if out is None else out
+        out = x.new_empty(x.shape) if out is None else out
         ops.state_conv(x, weight, bias, pool, out, silu, plan.handle)
         return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.check import check_conv, check_scan
+from portable.check import check_conv, check_scan, flat, rows
 from portable.kernel import GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.mamba import MambaPlan, plan_mamba
+from portable.mamba_decodes import plan_decodes
 from portable.mamba_memory import StateMemory
 from portable.mamba_places import Table
 from portable.mha import Choose
@@ -32,6 +33,7 @@ class MambaSlot:
     def __init__(self, layer: Layer, kernels: Choose, memory: Callable[[], StateMemory]) -> None:
         self.layer, self.kernels, self._make = layer, kernels, memory
         self._eager = self._chosen(Needs(), *RUN)
+        self._pad_slot = one_pad_slot(*self._eager)
         self._captured: dict[GraphLevel, tuple[Kernel, ...]] = {}
         self._memory: StateMemory | None = None
         self.convolve, self.update, self.prefill = self._eager
@@ -41,8 +43,14 @@ class MambaSlot:
 
     def renew(self, batch: Batch, table: Table | None, **options: Any) -> MambaPlan:
         """The plan of a new step; what an earlier one held is gone."""
-        kernels = self._eager
-        plan = plan_mamba(batch, self.layer, table, pad_slot=one_pad_slot(*kernels), handle=self.handle, **options)
+        kernels, found = self._eager, None
+        given: dict[str, Any] = {"pad_slot": self._pad_slot, "handle": self.handle}
+        if simple(batch, options):
+            rows, tokens, longest = batch.padded_reqs, batch.padded_tokens, batch.max_query_len
+            found = plan_decodes(
+                batch, table, rows, tokens, memory=None, max_query_len=longest, **given, **few(options)
+            )
+        plan = found or plan_mamba(batch, self.layer, table, **given, **options)
         self.convolve, self.update, self.prefill = kernels
         self.plan, self._asked = plan, None
         return plan
@@ -62,20 +70,17 @@ class MambaSlot:
         if size.level not in self._captured:
             self._captured[size.level] = self._chosen(Needs(graph=size.level), *RUN[:2])
         size.check(batch)
-        kernels = self._captured[size.level]
-        plan = plan_mamba(
-            pad_host(batch, size.reqs, size.padded_tokens),
-            self.layer,
-            batch.block_table if table is None else table,
-            pad_slot=one_pad_slot(*kernels),
-            memory=self._memory,
-            max_query_len=size.queries,
-            handle=self.handle,
-            **options,
-        )
+        kernels, found = self._captured[size.level], None
+        given: dict[str, Any] = {"memory": self._memory, "max_query_len": size.queries, "handle": self.handle}
+        given["pad_slot"] = one_pad_slot(*kernels)
+        if simple(batch, options):
+            found = plan_decodes(batch, table, size.reqs, size.padded_tokens, **given, **few(options))
+        if found is None:
+            padded = pad_host(batch, size.reqs, size.padded_tokens)
+            found = plan_mamba(padded, self.layer, batch.block_table if table is None else table, **given, **options)
         baked = {"num_reqs": size.reqs, "num_tokens": size.padded_tokens, "max_query_len": size.queries}
         self.convolve, self.update = kernels
-        self.plan, self._asked = replace(plan, padded=Padded(batch, size, baked)), (batch, options)
+        self.plan, self._asked = replace(found, padded=Padded(batch, size, baked)), (batch, options)
         return self.plan
 
     def adopt(self, other: MambaSlot, table: Table) -> MambaPlan:
@@ -109,11 +114,14 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_conv(self.layer, plan, x, weight, bias, pool, out)
-        _blank(plan, out)
+        x, bias, made = rows(x), flat(bias), _result(out)
+        _blank(plan, made)
         for states in (plan.decode, plan.prefill):
             if states is not None:
                 at = states.tokens
-                self.convolve.run(x[at], weight, bias, pool, states, out[at], silu)
+                self.convolve.run(x[at], weight, bias, pool, states, made[at], silu)
+        if made is not out:
+            out.copy_(made)
 
     def scan(
         self,
@@ -126,12 +134,37 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_scan(self.layer, plan, given, pool, tensors, out)
-        _blank(plan, out)
+        x, dt, b, c, z = given
+        given = rows(x), dt, rows(b), rows(c), None if z is None else rows(z)
+        a = tensors.a if tensors.a.is_contiguous() else tensors.a.contiguous()
+        tensors = tensors._replace(a=a, d=flat(tensors.d), dt_bias=flat(tensors.dt_bias))
+        made = _result(out)
+        _blank(plan, made)
         for kernel, states in ((self.update, plan.decode), (self.prefill, plan.prefill)):
             if states is not None:
                 at = states.tokens
                 parts = (None if tensor is None else tensor[at] for tensor in given)
-                kernel.run(*parts, pool, states, self.layer, tensors, out[at])
+                kernel.run(*parts, pool, states, self.layer, tensors, made[at])
+        if made is not out:
+            out.copy_(made)
+
+
+def simple(batch: Batch, options: Mapping[str, Any]) -> bool:
+    """Whether `plan_decodes` knows all the options."""
+    others = options["running"] is None and options["checkpoints"] is None
+    return options["mode"] == "none" and others and batch.view is None and batch.self_attention
+
+
+def few(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that it takes."""
+    return {"num_draft": options["num_draft"], "num_accepted": options["num_accepted"]}
+
+
+def _result(out: torch.Tensor) -> torch.Tensor:
+    """`out`, or where the elements of its rows lie apart, a tensor of its shape for kernels to write."""
+    return (
+        out if out.stride(-1) == 1 or out.shape[-1] == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    )
 
 
 def _blank(plan: MambaPlan, out: torch.Tensor) -> None:

@@ -125,9 +125,10 @@ def decodes_of(batch: Batch, layer: Layer, choose: Choose) -> npt.NDArray[np.boo
     if batch.block_table is None:
         return np.zeros(batch.padded_reqs, dtype=np.bool_)
 
+    causal = layer.causal and batch.causal is True
+    longest, reqs = next_power_of_2(batch.max_seq_len), next_power_of_2(batch.padded_reqs)
+
     def kernel(query_len: int) -> Kernel:
-        causal = layer.causal and batch.causal is True
-        longest, reqs = next_power_of_2(batch.max_seq_len), next_power_of_2(batch.padded_reqs)
         return choose(Op.MLA_DECODE, Needs(causal, batch.page_size, query_len, longest, reqs=reqs))
 
     threshold = decode_threshold(kernel)
@@ -154,9 +155,11 @@ def _runs(batch: Batch, is_decode: npt.NDArray[np.bool_]) -> list[slice]:
     live = np.flatnonzero(batch.query_lens)
     if not live.size:
         return []
-    edge = np.flatnonzero(np.diff(is_decode[live]))
-    first, last = live[np.r_[0, edge + 1]], live[np.r_[edge, live.size - 1]]
-    return [slice(int(a), int(b) + 1) for a, b in zip(first, last, strict=True)]
+    kind = is_decode[live]
+    edge = (kind[1:] != kind[:-1]).nonzero()[0]
+    first = live[[0, *(edge + 1)]].tolist()
+    last = live[[*edge, live.size - 1]].tolist()
+    return [slice(a, b + 1) for a, b in zip(first, last, strict=True)]
 
 
 def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, workspace: int, lse: bool) -> Prefill:
@@ -186,13 +189,19 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
     for chunk, span, host, lens in zip(chunks, spans, pieces, piece_lens, strict=True):
         rows = slice(requests.start + span.start, requests.start + span.stop)
         attend = _contiguous(batch, layer, choose, rows, host, lens, False, True)
-        gather = replace(
-            attend,
+        gather = Segment(
             kernel=choose(Op.CACHE_GATHER, Needs(page_size=batch.page_size)),
+            requests=rows,
             tokens=slice(attend.tokens.start, attend.tokens.start),
-            block_table=_table(batch, rows, int(chunk.starts[0]), int(host.max())),
+            cu_seqlens_q=attend.cu_seqlens_q,
+            seq_lens=lens,
+            block_table=_table(batch, rows, int(chunk.starts[0]), attend.max_seq_len),
             page_size=batch.page_size,
-            prepared=None,
+            causal=False,
+            max_query_len=attend.max_query_len,
+            max_seq_len=attend.max_seq_len,
+            host_query_lens=attend.host_query_lens,
+            host_seq_lens=host,
         )
         context.append(Context(_prepared(gather, layer), _prepared(attend, layer)))
     cu = batch.host_cu_seqlens_q
@@ -220,6 +229,7 @@ def _contiguous(
     host_cu, query_lens = batch.host_cu_seqlens_q, batch.query_lens[requests]
     tokens = slice(int(host_cu[requests.start]), int(host_cu[requests.stop]))
     max_query_len, max_seq_len = int(query_lens.max()), int(lens.max())
+    cu = batch.cu_seqlens_q[requests.start : requests.stop + 1]
     needs = Needs(
         causal=causal is True,
         query_len=next_power_of_2(max_query_len),
@@ -230,7 +240,7 @@ def _contiguous(
         kernel=choose(Op.PREFILL, needs),
         requests=requests,
         tokens=tokens,
-        cu_seqlens_q=batch.cu_seqlens_q[requests.start : requests.stop + 1] - tokens.start,
+        cu_seqlens_q=cu - tokens.start if tokens.start else cu,
         seq_lens=seq_lens,
         block_table=None,
         page_size=batch.page_size,

@@ -10,7 +10,7 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.check import check_latents, check_mla_run, facts, step_facts
+from portable.check import check_latents, check_mla_run, facts, rows, step_facts
 from portable.kernel import KV, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.mha import Choose
@@ -62,11 +62,11 @@ class MlaSlot:
             batch, parts = step, ()
             segments = self._planned(step, False)
             self._ways = {False: segments}
-        plan = MlaPlan(batch, segments, None, self.handle, parts=parts)
+        of_cache, write = parts[0] if parts else batch, None
         if batch.slot_mapping is not None:
-            plan = replace(plan, write=self.kernels(Op.CACHE_WRITE, Needs(page_size=plan.of_cache.page_size)))
-        self._step, self.plan = step_facts(plan.of_cache), plan
-        return plan
+            write = self.kernels(Op.CACHE_WRITE, Needs(page_size=of_cache.page_size))
+        self._step, self.plan = step_facts(of_cache), MlaPlan(batch, segments, write, self.handle, parts=parts)
+        return self.plan
 
     def renew_padded(self, batch: Batch, size: Size, memory: Callable[[], Persistent]) -> MlaPlan:
         """The plan of a step that is padded to a size, in the slot's memory, which is made at the first one."""
@@ -74,8 +74,9 @@ class MlaSlot:
             self._refresh = Refresh(self.layer, self.kernels, Op.MLA_DECODE, memory())
         work = self._refresh.plan(batch, size)
         self._ways, self._step = {}, work.facts
-        segments, padded = MlaSegments((work.ways[False],), ()), Padded(batch, size, work.baked)
-        self.plan = MlaPlan(work.step.batch, segments, work.write, self.handle, padded)
+        if work.segments is None:
+            work.segments = MlaSegments((work.ways[False],), ())
+        self.plan = MlaPlan(work.step.batch, work.segments, work.write, self.handle, Padded(batch, size, work.baked))
         return self.plan
 
     def advance(self) -> torch.Tensor:
@@ -167,8 +168,9 @@ class MlaSlot:
         if self.plan.write is None or batch.slot_mapping is None:
             raise ValueError("the plan writes nothing: its batch has no slot_mapping, which block_table brings")
         check_latents(self.layer, self.plan.of_cache, new.k, new.v, kv.k, tensors)
+        assert new.v is not None
         if batch.num_tokens:
-            self.plan.write.run(new.k, new.v, kv, batch.slot_mapping, self.layer, tensors)
+            self.plan.write.run(rows(new.k), rows(new.v), kv, batch.slot_mapping, self.layer, tensors)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from portable.mla import MAX_DECODE_QUERIES, plan_mla
 from portable.mla_slot import Latents, MlaSlot
 from portable.mla_weights import MlaWeights
 from portable.ragged import next_power_of_2
-from portable.warmup import OURS, Launch, meta, step
+from portable.warmup import Launch, meta, recordable, step
 from portable.warmup import steps as any_steps
 
 
@@ -90,7 +90,7 @@ def launches(workspace: int, asked: Iterable[tuple[Op, Needs]]) -> Launch:
 
             def chosen(op: Op, need: Needs, decoder: Kernel | None = decoder) -> Any:
                 kernel = decoder if decoder and op is Op.MLA_DECODE else choose(op, need)
-                return kernel if kernel.caps.provider == OURS else _Silent(kernel.caps)
+                return kernel if recordable(kernel.caps.provider) else _Silent(kernel.caps)
 
             slot = MlaSlot(layer, chosen, workspace)
             segments = plan_mla(batch, layer, chosen, workspace=workspace, lse=lse)

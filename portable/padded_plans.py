@@ -22,6 +22,7 @@ class PaddedPlans(Generic[Plan]):
 
     device: torch.device
     limits: Limits
+    _last: Size | None = None  # of the last padded plan, within the limits
 
     def advance(self, plan: Plan) -> torch.Tensor:
         """The step of a padded plan with a token more for each request: the next step of a drafter's loop.
@@ -60,7 +61,9 @@ class PaddedPlans(Generic[Plan]):
     def _checked_size(self, step: Batch, pad_to: int | Size) -> Size:
         """The size that is asked for, once it and the step are found to be within the limits."""
         size, limits, owner = size_of(pad_to, step), self.limits, type(self).__name__
-        size.check_within(owner, limits.max_reqs, limits.max_tokens, limits.max_seq_len)
+        if size is not self._last:
+            size.check_within(owner, limits.max_reqs, limits.max_tokens, limits.max_seq_len)
+            self._last = size
         limits.check(step, step.device if step.device.type == "cpu" else self.device, owner)
         return size
 

@@ -19,8 +19,8 @@ from portable.layer import UnsupportedError
 from portable.lengths import Int32
 from portable.mirror import NOTHING, Entries, Mirror
 from portable.padding import write_cu
-from portable.ragged import cdiv
 from portable.platform.graphs import plain
+from portable.ragged import cdiv
 from portable.sizes import Size
 from portable.staging import Field, Staging
 
@@ -59,7 +59,7 @@ class Step:
 
     @property
     def padding(self) -> torch.Tensor:
-        """[T] bool on the device: the tokens that are none of the step's; of sizes with `ahead`, and where it matters."""
+        """[T] bool on the device: tokens that are none of the step's; of a size `ahead`, and where padding has keys."""
         return self.there["padding"]
 
     @property
@@ -103,6 +103,7 @@ class Persistent:
         cells_at = self.staging.block[lens:].view(I32)
         self._table = cells_at[: self.rows * self.width].view(self.rows, self.width)
         self._steps: dict[Any, Step] = {}
+        self._last: tuple[Size, tuple[Any, ...], Step] | None = None
 
     def step_of(self, batch: Batch, size: Size) -> Step:
         """The size's step, of the same kind as `batch`: made once.
@@ -113,10 +114,14 @@ class Persistent:
         """
         size.check(batch)
         causal = batch.causal if isinstance(batch.causal, bool) else None
-        key = size, causal, batch.slot_mapping is None, batch.self_attention, batch.page_size
-        found = self._steps.get(key)
+        kind = causal, batch.slot_mapping is None, batch.self_attention, batch.page_size
+        last = self._last
+        if last is not None and last[0] is size and last[1] == kind:
+            return last[2]
+        found = self._steps.get((size, kind))
         if found is None:
-            found = self._steps[key] = self._made(batch, size)
+            found = self._steps[size, kind] = self._made(batch, size)
+        self._last = size, kind, found
         return found
 
     @plain()
@@ -157,16 +162,18 @@ class Persistent:
             view=None,
             pages=None,
         )
-        turns = tuple(
-            Turn(*(here[name] for name in Turn._fields[:-1]), block)
-            for here, block in zip(views.here, self.staging.between(views.start, self._table_at), strict=True)
+        blocks = self.staging.between(views.start, self._table_at)
+        first, second = (
+            Turn(here["cu_seqlens_q"], here["seq_lens"], here["slot_mapping"], here["causal"], here["padding"], block)
+            for here, block in zip(views.here, blocks, strict=True)
         )
-        return Step(
-            padded, size, there, (turns[0], turns[1]), self.staging.block[views.start : self._table_at], views.start
-        )
+        return Step(padded, size, there, (first, second), self.staging.block[views.start : self._table_at], views.start)
 
-    def fill(self, step: Step, batch: Batch, pads: Pads) -> None:
-        """Bring a step to the device: one copy from the host, and of what is on the device already, one there."""
+    def fill(self, step: Step, batch: Batch, pads: Pads) -> bool:
+        """Bring a step to the device: one copy from the host, and of what is on the device already, one there.
+
+        Whether there are entries to `place`.
+        """
         live, tokens, size = batch.num_reqs, batch.num_tokens, step.size
         near = batch.device.type == "cpu"
         entries = self.mirror.changes(batch, size.ahead) if near else NOTHING
@@ -192,6 +199,7 @@ class Persistent:
             self.staging.send(step.start, self._table_at + self._whole(turn))
         if not near:
             self._move(step, batch)
+        return self._count[turn] > 0
 
     def place(self, refresh: Kernel) -> None:
         """Put the entries that came with a step into the table; on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 
 from portable import plugins
 from portable.kernel import Kernel, Needs, Op
@@ -50,6 +52,10 @@ def checked(taken: set[str], name: str, loaded: Any) -> tuple[Kernel, ...]:
     for place, kernel in enumerate(kernels):
         if not isinstance(kernel, Kernel):
             raise TypeError(f"KERNELS[{place}] is {kernel!r}; it must be a Kernel"[:300])
+        if not all(re.fullmatch(r"[\w.-]+", str(name)) for name in (kernel.caps.name, kernel.caps.provider)):
+            raise ValueError(
+                f"KERNELS[{place}] is named {kernel.caps.name!r}; letters, digits, dots and dashes will do"
+            )
         for what, value in (("name", kernel.caps.name), ("provider", kernel.caps.provider)):
             if value in taken or (what == "name" and value in names):
                 raise ValueError(f"KERNELS[{place}] has the {what} {value!r}, which another kernel has")
@@ -61,6 +67,8 @@ def checked(taken: set[str], name: str, loaded: Any) -> tuple[Kernel, ...]:
         for layer in LAYERS:
             try:
                 reasons = kernel.why_not(detect("cpu"), layer, Needs(page_size=16, lse=True))
+                for _, versions in kernel.caps.requires:
+                    SpecifierSet(versions)
             except Exception as error:
                 raise TypeError(f"{kernel.name}: its caps cannot be read: {plugins.said(error)}") from error
             if not all(isinstance(reason, str) for reason in reasons):

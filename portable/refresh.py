@@ -33,6 +33,8 @@ class Work:
     again: list[Callable[[], None]] = field(default_factory=list)
     baked: Mapping[str, int] = field(default_factory=dict)
     facts: tuple[Any, ...] = ()  # what checks look at
+    prepares: bool = True  # whether a kernel has something to prepare
+    segments: Any = None  # as a plan holds them
     kept: list[Any] = field(default_factory=list)
 
 
@@ -58,9 +60,9 @@ class Refresh:
         step = self.memory.step_of(batch, size)
         work = self._works.get(step)
         if work is not None:
-            self.memory.fill(step, batch, work.pads)
-            for again in work.again:
-                again()
+            if self.memory.fill(step, batch, work.pads) or work.prepares:
+                for again in work.again:
+                    again()
         else:
             work = self._works[step] = self._made(step, batch)
         self._now = work
@@ -114,6 +116,7 @@ class Refresh:
                 made, again = repeatable(lambda: prepare(segment, self.layer), self.memory.device)
                 segment = replace(segment, prepared=made)
                 work.again.append(again)
+                work.prepares = True
             work.ways[lse] = segment
         return work.ways[lse]
 
@@ -142,7 +145,8 @@ class Refresh:
 
         made, again = repeatable(work, self.memory.device)
         way = replace(segment, prepared=made)
-        return Work(step, write, pads, {False: way}, [again], step.baked, step_facts(step.batch))
+        prepares = segment.kernel.prepare is not None
+        return Work(step, write, pads, {False: way}, [again], step.baked, step_facts(step.batch), prepares)
 
     def _segment(self, step: Step, lse: bool) -> Segment:
         rows = slice(0, step.batch.padded_reqs)

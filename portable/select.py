@@ -156,7 +156,9 @@ def survey(
     """How the choice is made, and every candidate in its order with its reasons (none: it can serve)."""
     how, candidates = _candidates(op, kernels, request)
     if order is None:
-        names = (*measured(op, target, layer, needs), *vendor_order(target).get(op.value, ()))
+        fastest = measured(op, target, layer, needs)
+        names = (*fastest, *vendor_order(target).get(op.value, ()))
+        how += f", as measured on {target.arch}" if fastest else ""
     else:
         names = tuple({str(key): ranked for key, ranked in order.items()}.get(op.value, ()))
 

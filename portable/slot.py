@@ -10,7 +10,7 @@ import torch
 
 from portable import ops
 from portable.batch import Batch
-from portable.check import check_run, check_write, facts, step_facts
+from portable.check import check_run, check_write, facts, flat, rows, step_facts
 from portable.kernel import KV, Kernel, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.mha import MhaPlan, plan_segments
@@ -84,12 +84,18 @@ class Slot:
     ) -> None:
         """One layer of the planned step, into `out` and `lse`; padded tokens get 0 and -inf."""
         assert self.plan is not None
+        if out.stride(-1) != 1:  # kernels write the elements of a head side by side
+            dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self.attend(q, kv, new, tensors, dense, lse)
+            out.copy_(dense)
+            return
         parts = self.plan.parts
         k, v = kv or (None, None)
         key = (self._step, facts(q, out, k, v, *(new or ())), *_given(k, v, tensors))
         if key not in self._passed:
             check_run(self.layer, parts, q, kv, new, tensors, out)
             self._pass(key)
+        q, new, tensors = rows(q), None if new is None else _pair(new), _flat(tensors)
         if self.plan.padded:
             assert self._refresh is not None
             chosen = (self._refresh.segment(lse is not None),)
@@ -129,6 +135,7 @@ class Slot:
         if key not in self._passed:
             check_write(self.layer, self.plan.parts, new, kv, tensors)
             self._pass(key)
+        new, tensors = _pair(new), _flat(tensors)
         if step.num_tokens:
             self.plan.write.run(new.k, new.v, kv, step.slot_mapping, self.layer, tensors)
 
@@ -161,6 +168,14 @@ def _given(k: torch.Tensor | None, v: torch.Tensor | None, tensors: LayerTensors
 
 def _is_none(each: object) -> bool:
     return each is None
+
+
+def _pair(new: KV) -> KV:
+    return KV(rows(new.k), None if new.v is None else rows(new.v))
+
+
+def _flat(tensors: LayerTensors) -> LayerTensors:
+    return tensors if all(map(_is_none, tensors)) else LayerTensors(*map(flat, tensors))
 
 
 def run_part(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -62,7 +62,6 @@ class Staging:
         self._events = tuple(module.Event() for _ in range(2)) if far else None
         self._stream = module.current_stream if far else None
         self._turn = 0
-        self._layouts: dict[Any, Views] = {}
 
     @plain()
     def views(self, fields: Mapping[str, Field], *, start: int = 0, end: int | None = None) -> Views:
@@ -81,27 +80,6 @@ class Staging:
         if at > self._hosts[0].nbytes:
             raise ValueError(f"a layout ends at byte {at} of a block of {self._hosts[0].nbytes}; make the block for it")
         return Views(blocks[0], (first, second), start, at)
-
-    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[torch.Tensor, ...]:
-        """The arrays on the device, by one copy: at the same addresses as the last ones of the same shapes and types.
-
-        >>> staging = Staging(64, torch.device("cpu"))
-        >>> (one,), (two,) = (staging.upload([torch.full((2,), n).numpy()]) for n in (1, 2))
-        >>> one.data_ptr() == two.data_ptr(), one.tolist()
-        (True, [2, 2])
-        """
-        key = tuple([(array.shape, array.dtype.char) for array in arrays])
-        views = self._layouts.get(key)
-        if views is None:
-            types = (torch.from_numpy(array[:0]).dtype for array in arrays)
-            fields = {
-                str(i): Field(array.shape, kind) for i, (array, kind) in enumerate(zip(arrays, types, strict=True))
-            }
-            views = self._layouts[key] = self.views(fields)
-        for view, array in zip(views.here[self.turn()].values(), arrays, strict=True):
-            view[...] = array
-        self.send(views.start, views.end)
-        return tuple(views.there.values())
 
     def turn(self) -> int:
         """The block of the host to fill now."""

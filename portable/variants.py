@@ -74,6 +74,9 @@ def local(batch: Batch, chunk: int) -> Batch:
         raise UnsupportedError(
             f"local attention over contiguous K/V takes no context; row {int(context.argmax())} has one"
         )
+    table, causal = batch.block_table, batch.causal
+    if table is not None and isinstance(causal, bool) and (batch.query_lens == 1).all():
+        return _local_decodes(batch, table, chunk)
     first = context // chunk
     touched = np.where(batch.query_lens > 0, (seq_lens - 1) // chunk - first + 1, 0)
     row, place = ragged_arange(touched)
@@ -82,17 +85,14 @@ def local(batch: Batch, chunk: int) -> Batch:
     query_lens = (end - np.maximum(context[row], start)).astype(np.int32)
     lens = (end - start).astype(np.int32)
     cu = cu_from_lens(query_lens)
-    table, view = batch.block_table, None
-    causal: bool | torch.Tensor = batch.causal
+    view = None
     if table is None and isinstance(causal, bool):
         cu_device, lens_device = upload((cu, lens), batch.device)
     else:
-        width = max(1, chunk // batch.page_size)
-        cu_device, lens_device, row_device, page = upload(
-            (cu, lens, row.astype(np.int64), start // batch.page_size), batch.device
-        )
+        rows, pages = row.astype(np.int64), (start // batch.page_size).astype(np.int64)
+        cu_device, lens_device, row_device, page = upload((cu, lens, rows, pages), batch.device)
         if table is not None:
-            view = View(rows=row.astype(np.int64), first_page=(start // batch.page_size).astype(np.int64), width=width)
+            view = View(rows=rows, first_page=pages, width=max(1, chunk // batch.page_size))
             table = view.pick(table, row_device, page)
         if isinstance(causal, torch.Tensor):
             causal = causal[row_device]
@@ -110,6 +110,24 @@ def local(batch: Batch, chunk: int) -> Batch:
         max_query_len=int(query_lens.max(initial=0)),
         max_seq_len=int(lens.max(initial=0)),
         view=view if batch.view is None or view is None else batch.view.then(view),
+    )
+
+
+def _local_decodes(batch: Batch, table: torch.Tensor, chunk: int) -> Batch:
+    """`local` of one new token per request: each stays one, in the chunk that its token is in."""
+    start = batch.context_lens // np.int32(chunk) * np.int32(chunk)
+    lens, pages = batch.host_seq_lens - start, (start // batch.page_size).astype(np.int64)
+    rows = np.arange(lens.size)
+    lens_device, rows_device, pages_device = upload((lens, rows, pages), batch.device)
+    view = View(rows=rows, first_page=pages, width=max(1, chunk // batch.page_size))
+    return replace(
+        batch,
+        seq_lens=lens_device,
+        block_table=view.pick(table, rows_device, pages_device),
+        host_seq_lens=lens,
+        num_reqs=lens.size,
+        max_seq_len=int(lens.max(initial=0)),
+        view=view,
     )
 
 

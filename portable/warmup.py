@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,21 @@ from portable.limits import Limits
 from portable.mha import Choose, plan_segments
 from portable.ragged import next_power_of_2
 
-OURS = "triton"  # the provider whose launches can be recorded
 Record = Callable[[], AbstractContextManager[list[Any]]]
 Launch = Callable[[Layer, Choose, Batch, KV, LayerTensors, bool], None]
+
+
+@cache
+def recordable(provider: str) -> bool:
+    """Whether a provider's kernels are ours, of a backend with a module `launch` that lists what they launch.
+
+    >>> recordable("triton"), recordable("reference")
+    (True, False)
+    """
+    try:
+        return find_spec(f"portable.backends.{provider}.launch") is not None
+    except ImportError:  # the backend is one file, or a plug-in's
+        return False
 
 
 def steps(limits: Limits, query_lens: Iterable[int]) -> Iterator[Batch]:
@@ -67,6 +81,13 @@ def caches(layer: Layer, page_size: int) -> Iterator[KV]:
     for num_pages in (16, (1 << 31) // page + 16):
         k, v = cache_shapes(layer, num_pages, page_size)
         yield KV(meta(k, layer.kv_dtype), None if v is None else meta(v, layer.kv_dtype))
+
+
+@contextmanager
+def recorded(modules: Iterable[Any], target: Any) -> Iterator[list[Any]]:
+    """Within the block the launches of each backend's module `launch` are listed, and nothing runs."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(module.recorded(target)) for module in modules]
 
 
 def warm(
@@ -110,7 +131,7 @@ def _launch(layer: Layer, choose: Choose, batch: Batch, kv: KV, tensors: LayerTe
             logs = None if log is None else log[:, at]
             segment.kernel.run(q[at], keys, segment, layer, tensors, out[at], logs)
     write = choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
-    if write.caps.provider == OURS:
+    if recordable(write.caps.provider):
         write.run(*new, kv, batch.slot_mapping, layer, tensors)
 
 
@@ -119,10 +140,10 @@ def _ours(batch: Batch, layer: Layer, choose: Choose, lse: bool, contiguous: boo
 
     def chosen(op: Op, needs: Needs) -> Any:
         kernel = choose(op, needs)
-        return kernel if kernel.caps.provider == OURS else _Without(kernel.caps)
+        return kernel if recordable(kernel.caps.provider) else _Without(kernel.caps)
 
     for segment in plan_segments(batch, layer, chosen, contiguous=contiguous, lse=lse):
-        if segment.kernel.caps.provider == OURS:
+        if recordable(segment.kernel.caps.provider):
             yield segment
 
 

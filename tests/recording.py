@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
+import recorded_launches as emulated
 import torch
 from addresses import Address, CaptureError, holders, leaves_of, mapped, read, spoil, tensors_of
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -224,10 +225,13 @@ class _Capture(TorchDispatchMode):
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a launch, and compute it to know its results; other people's memory is put back at the end."""
+        with _disable_current_modes():
+            return self._record(function, args, kwargs)
+
+    def _record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given, named = mapped(tuple(args), self._address), mapped(dict(kwargs), self._address)
         self.computing = True
-        with _disable_current_modes():
-            found = function(*args, **kwargs)
+        found = function(*args, **kwargs)
         self.computing = False
         known = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
         made, name = [], function.name() if hasattr(function, "name") else ""
@@ -254,8 +258,7 @@ class _Capture(TorchDispatchMode):
         """The Triton launches since the last operation."""
         while self.calls:
             call = self.calls.pop(0)
-            kernel = call.kernel.kernel_of(call.arguments)
-            self.record(partial(_launch, kernel), (call.grid, *call.arguments), {})
+            self.record(*emulated.launch_of(call))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -280,7 +283,7 @@ class _Capture(TorchDispatchMode):
             for name in made:
                 patch.setattr(torch, name, making(name))
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # libraries ask it
-            with self._device(patch):
+            with emulated.noticed(self, patch):
                 yield
 
     def _refusing(self, name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,38 +293,6 @@ class _Capture(TorchDispatchMode):
             raise CaptureError(f"Tensor.{name} waits for the device, which a capture does not run")
 
         return reading
-
-    @contextmanager
-    def _device(self, patch: Any) -> Iterator[None]:
-        """Launches of Triton's and of C++ kernels on the emulated device."""
-        if self.recorder.target is None:
-            yield
-            return
-        import triton
-
-        from portable.backends.hip import launch as cpp
-        from portable.backends.triton.launch import recorded
-        from portable.platform.emulated import hip
-
-        def loading(*args: Any, **kwargs: Any) -> None:
-            self.load(kwargs["fn"].name if "fn" in kwargs else "a kernel")
-
-        call, cold = hip.Kernel.__call__, cpp._emulated.cache_info().misses
-
-        def launch(kernel: Any, *args: Any) -> None:
-            if cpp._emulated.cache_info().misses > cold:
-                self.load("of C++")
-            if self.computing:
-                return call(kernel, *args)
-            self.drain()
-            self.record(partial(_called, call, kernel), args, {})
-
-        patch.setattr(triton.knobs.runtime, "jit_cache_hook", loading)
-        patch.setattr(triton.compiler.CompiledKernel, "__del__", lambda kernel: self.unload(), raising=False)
-        patch.setattr(hip.Kernel, "__call__", launch)
-        with recorded(self.recorder.target) as calls:
-            self.calls = calls
-            yield
 
     def load(self, name: str) -> None:
         """A module is compiled or loaded."""
@@ -335,14 +306,3 @@ class _Capture(TorchDispatchMode):
 
 
 active: list[_Capture] = []
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-    kernel.launch(grid, *arguments)
-
-
-def _called(call: Callable[..., None], kernel: Any, *args: Any) -> None:
-    from portable.backends.emulation import emulating
-
-    with emulating(kernel.code.arch):
-        call(kernel, *args)

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from serving_layers import DRAFTS, PAGE, Heads, States
+from serving_layers import DRAFTS, PAGE, Heads, Latents, States
 
-from portable import Batch
+from portable import Batch, Layer
 from portable.graphs import Graphs
 from portable.sizes import Size, least
 
@@ -145,10 +145,15 @@ class Serving:
         ready = ready[: max(1, int(rng.integers(0, len(ready) + 3)))] if ready else []
         if reading and (not ready or rng.random() < 0.3):
             reading = sorted(reading[: int(rng.integers(1, 3))], key=lambda request: -request.length)
-            lens = [min(request.prompt - request.length, int(rng.integers(9, self.chunk + 1))) for request in reading]
+            lens = [self.chunk_of(request) for request in reading]
             return self.grown(Step("mixed", [*ready, *reading], [*[1] * len(ready), *lens]))
         verify = rng.random() < 0.4
         return self.grown(Step("verify" if verify else "decode", ready, [1 + DRAFTS * verify] * len(ready)))
+
+    def chunk_of(self, request: Request) -> int:
+        """New tokens of a prompt, and all the rest where that is not longer than a verification."""
+        left, most = request.prompt - request.length, int(self.rng.integers(9, self.chunk - DRAFTS))
+        return left if left <= most + 1 + DRAFTS else most
 
     def grown(self, step: Step) -> Step:
         for group in self.groups:
@@ -201,8 +206,9 @@ class Serving:
         with torch.inference_mode():
             right = self.forward("oracle", self.plans("oracle", self.asked(step, "cpu")), x.double())
             asked = self.asked(step, "cpu")
-            reading = step.kind == "mixed" and any(isinstance(layer, States) for layer in self.layers)
-            size = None if reading else least(self.sizes, asked[0])
+            reading = step.kind == "mixed" and any(isinstance(layer, States | Latents) for layer in self.layers)
+            first = asked[0]["batch"] if isinstance(asked[0], dict) else asked[0]
+            size = None if reading else least(self.sizes, first)
             if size is None:
                 asked = self.asked(step, self.device)
                 out = self.forward("graph", self.plans("graph", asked), near)
@@ -235,3 +241,21 @@ class Serving:
             if part.max() > 0:
                 found.append(f"layer {number} token {int(part.argmax())} by {part.max().item():.2e}")
         return ", ".join(found)
+
+
+def on_device(device: str, *, small: bool = False, seed: int = 0) -> Serving:
+    """A stack of every kind of layer in bfloat16, at sizes that a GPU's kernels serve."""
+    reqs, most, dtype = (3, 96, torch.bfloat16) if small else (8, 288, torch.bfloat16)
+    limits = {"max_reqs": reqs, "max_tokens": reqs + 128, "max_seq_len": most}
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype}
+    states = Layer.mamba2(num_heads=8, head_dim=64, state_dim=64, chunk=64, dtype=dtype)
+    pages = reqs * -(-most // PAGE)
+    layers = [
+        Heads(Layer.gqa(**heads), 0, device, pages, limits),
+        Heads(Layer.gqa(**heads, window=50, sinks=True), 1, device, pages, limits),
+        Heads(Layer.gqa(**heads, chunk=64), 1, device, pages, limits),
+        Latents(Layer.mla(num_heads=16, dtype=dtype), 0, device, pages, limits),
+        States(states, 0, device, reqs * (1 + DRAFTS), limits),
+    ]
+    sizes = [Size(rows, queries) for queries in (1, 1 + DRAFTS) for rows in ((reqs,) if small else (1, 2, 4, reqs))]
+    return Serving(layers, sizes, device=device, max_reqs=reqs, max_len=most, chunk=48, tolerance=3e-2, seed=seed)

@@ -106,6 +106,7 @@ def test_a_callable_is_checked_when_it_is_bound_and_again_when_it_changes(vendor
         ({"rows": "ragged"}, "rows is 'ragged'; it must be one of packed, batch"),
         ({"pages": "block"}, "pages is 'block'"),
         ({"descale": "all"}, "descale is 'all'"),
+        ({"writes_out": True}, "writes_out of ops.attend is True; names must have 'out' then"),
     ],
 )
 def test_a_convention_that_cannot_be_is_refused(changes, message):

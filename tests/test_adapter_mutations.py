@@ -57,7 +57,7 @@ def mutants(convention: Convention, features: frozenset[str]) -> Iterator[tuple[
             yield "literal_right", replace(convention, literal_right=False)
         yield "window_more", replace(convention, window_more=() if convention.window_more else (0,))
     yield "rows", replace(convention, rows="batch" if convention.rows == "packed" else "packed")
-    for field in ("equal_value_dim", "folds_single", "dense_rows"):
+    for field in ("equal_value_dim", "folds_single", "dense_rows", "out_of_single"):
         if getattr(convention, field):
             yield field, replace(convention, **{field: False})
     if "causal" in names and "window" not in names:  # which would close the right side as well
@@ -66,7 +66,7 @@ def mutants(convention: Convention, features: frozenset[str]) -> Iterator[tuple[
         yield "fixed", replace(convention, fixed={"fa_version": 5 - convention.fixed["fa_version"]})
     if convention.sink_dtype is not None:
         yield "sink_dtype", replace(convention, sink_dtype=None)
-    if not convention.writes_out or convention.function in SCRATCH:
+    if "out" in names and (not convention.writes_out or convention.function in SCRATCH):
         yield "writes_out", replace(convention, writes_out=not convention.writes_out)
     if "kv_indices" in names:
         yield "pages", replace(convention, pages=OTHER_PAGES[convention.pages])

@@ -238,6 +238,7 @@ def bad_runs():
     yield good | {"q": good["q"].to("meta")}, "q is on meta; the batch is on cpu"
     yield good | {"tensors": LayerTensors(sinks=torch.zeros(HEADS))}, "tensors.sinks is given"
     yield good | {"tensors": LayerTensors(k_scale=torch.zeros(3))}, "tensors.k_scale has 3 elements"
+    yield good | {"tensors": LayerTensors(v_scale=torch.zeros(1).double())}, "tensors.v_scale is float64; it must be"
 
 
 @pytest.mark.parametrize(("arguments", "message"), list(bad_runs()))

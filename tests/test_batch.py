@@ -337,6 +337,7 @@ SLOTS = torch.zeros(3, dtype=torch.int64)
         (dict(cu_seqlens_q=torch.tensor([0, 1, 3])), "cu_seqlens_q has dtype torch.int64; it must be torch.int32"),
         (dict(cu_seqlens_q=int32(0, -1, 3)), r"cu_seqlens_q\[1\] is -1"),
         (dict(seq_lens=torch.tensor([5, 2])), "seq_lens has dtype torch.int64; it must be torch.int32"),
+        (dict(seq_lens=int32([5, 0], [2, 0])[:, 0]), "seq_lens has a last stride of 2; it must be 1"),
         (dict(seq_lens=int32([5, 2])), r"seq_lens has shape \[1, 2\]; it must be \[2\]"),
         (dict(seq_lens=int32(5, 1)), "row 1: seq_len 1 is less than query_len 2"),
         (dict(block_table=torch.zeros(2, 2)), "block_table has dtype torch.float32; it must be torch.int32"),

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from portable import cli
+from portable.attention import load_kernels
+from portable.backends.reference import KERNELS
+from portable.conformance import apart, cells, contract, laws
+from portable.conformance.command import conform
+from portable.conformance.page import page
+from portable.kernel import Kernel, Op
+from portable.platform.detect import detect
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,8 +56,200 @@ def report_of(folder: Path) -> dict:
         (["--kernel", "nobody"], "'nobody' is no kernel or provider"),
         (["--kernel", "triton.paged", "--device", "cpu"], "none of these kernels runs on cpu"),
         (["--quick", "--full"], "not allowed with argument"),
+        (
+            ["--kernel", "reference.merge", "--device", "cpu", "--feature", "windows"],
+            "is named 'windows'",
+        ),
+        (["--json", "nowhere/report.json"], "--json is 'nowhere/report.json', in a folder that does not exist"),
+        (["--jobs", "-1"], "--jobs is -1; it must be at least 0"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(flags, message, capsys):
     assert cli.main(["conformance", *flags]) == cli.USER_ERROR
     assert message in capsys.readouterr().err
+
+
+# What a plug-in says is shown as text, whatever it is.
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> $\\frac{1}{2}$ & {{ 7 * 7 }}"
+
+
+class Parsed(HTMLParser):
+    """The elements and attributes of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[tuple[str, str]] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {(name, value or "") for name, value in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def hostile_page() -> str:
+    def base_2(outs, lses, sinks, out, lse):
+        right.run(outs, lses, sinks, out, lse)
+        lse.mul_(1.5)
+        raise ValueError(HOSTILE)
+
+    right = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+    caps = replace(right.caps, name=HOSTILE, provider=HOSTILE)
+    kernels = [replace(right, caps=caps, run=base_2, plugin=HOSTILE), right]
+    found = conform(kernels, detect("cpu"), not_offered={HOSTILE: (HOSTILE,)}, features=("in place", "parts"))
+    return page(found)
+
+
+def test_the_page_escapes_what_a_plug_in_says(hostile_page):
+    parsed = Parsed(hostile_page)
+    assert not parsed.tags & {"script", "img", "iframe", "object", "embed", "link", "base", "form"}
+    assert not [name for name, _ in parsed.attributes if name.startswith("on")]
+    assert parsed.text.count(HOSTILE) >= 6  # the name in four places, the plug-in, the reason that it gives
+    assert "49" not in parsed.text.split(HOSTILE)[1][:20]
+
+
+def test_the_page_needs_no_other_file(hostile_page):
+    addresses = {
+        value for name, value in Parsed(hostile_page).attributes if name in ("src", "href", "xlink:href", "srcset")
+    }
+    assert all(address.startswith("#") for address in addresses), addresses
+    assert not re.findall(r"url\((?!#)|@import", hostile_page)
+    assert "default-src 'none'" in hostile_page
+
+
+def test_the_page_shows_each_kernel_cell_and_reason(hostile_page):
+    parsed = Parsed(hostile_page)
+    assert "1 of 2 kernels failed" in parsed.text
+    said = [value for name, value in parsed.attributes if name == "data-why"]
+    assert any("it raised ValueError" in text for text in said)
+    assert any("parity, measured; out" in text for text in said)
+    assert "tolerance" in parsed.text  # of the plot's axis
+
+
+def test_the_page_shows_other_reports_of_the_same_source():
+    merge = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+    found = conform([merge], detect("cpu"), features=("2 parts",))
+    other = {**found, "target": {**found["target"], "arch": "toy90"}, "proof": "emulated"}
+    assert "toy90, emulated" in page(found, [other])
+    stale = {**other, "kernels": [{**kernel, "source": "another"} for kernel in other["kernels"]]}
+    assert "toy90" not in page(found, [stale])
+
+
+def test_a_feature_that_is_declared_and_refused_is_a_failure(monkeypatch):
+    why_not = Kernel.why_not
+
+    def without_sinks(kernel, target, layer, needs):
+        return (*why_not(kernel, target, layer, needs), *(["not today"] if layer.sinks else []))
+
+    monkeypatch.setattr(Kernel, "why_not", without_sinks)
+    kernel = next(kernel for kernel in KERNELS if kernel.caps.op is Op.PREFILL)
+    found = conform([kernel], detect("cpu"), features=("sinks", "softcap 1.0"))
+    said = {cell["value"]: (cell["status"], cell["reason"]) for cell in found["kernels"][0]["cells"]}
+    assert said["softcap 1.0"] == ("parity", "")
+    assert said["sinks"] == ("failed", "it declares sinks, and refuses every case of it: not today")
+
+
+def test_without_its_packages_the_page_names_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"--html needs matplotlib; pip install 'portable-attention\[conformance\]'"):
+        page({"kernels": []})
+
+
+ENDS = """
+import os, sys, time
+from dataclasses import replace
+import portable.attention
+from portable.backends.reference import KERNELS
+right = next(kernel for kernel in KERNELS if kernel.name == "reference.merge")
+def run(outs, lses, sinks, out, lse):
+    if len(outs) == 3:
+        os._exit(7)
+    if len(outs) == 9:
+        time.sleep(60)
+    print("noise")
+    right.run(outs, lses, sinks, out, lse)
+portable.attention.load_kernels = lambda: (replace(right, run=run),)
+from portable.conformance.apart import answer
+answer(sys.argv[1:])
+"""
+
+
+def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkeypatch):
+    monkeypatch.setattr(apart, "CHILD", ENDS)
+    right = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+    features = ("2 parts", "3 parts", "9 parts", "sinks")
+    found = conform([right], detect("cpu"), jobs=1, timeout=2, features=features)
+    said = {cell["value"]: (cell["status"], cell["reason"]) for cell in found["kernels"][0]["cells"]}
+    assert said["2 parts"] == said["sinks"] == ("parity", "")
+    assert said["3 parts"][0] == "failed" and said["3 parts"][1].startswith("its process ended with code 7: noise")
+    assert said["9 parts"] == ("failed", "it did not end within 2 s")
+    assert found["kernels"][0]["kinds"] == {"crashed": 2}
+
+
+@contextmanager
+def twice_before(step, device):
+    """A capture as it is made: calls before it, whose results are thrown away."""
+    step()
+    step()
+    yield step
+
+
+@pytest.mark.parametrize("op", [Op.MERGE, Op.CACHE_WRITE, Op.CACHE_GATHER, Op.STATE_UPDATE])
+def test_a_captured_call_leaves_what_one_call_leaves(op, monkeypatch):
+    """Some write what they read: without its memory as it was, the call after those is wrong."""
+    monkeypatch.setattr(laws, "replaying", twice_before)
+    kernel = next(kernel for kernel in load_kernels() if kernel.caps.op is op and kernel.caps.provider == "reference")
+    for case in cells.cases(kernel, detect("cpu"), most=8):
+        contract.check(replace(kernel, run=laws.captured(kernel.run, "cpu")), case)
+
+
+PYTEST = """
+from dataclasses import replace
+import pytest
+from portable.backends.reference import KERNELS
+from portable.conformance import command
+
+def test_right(conformance):
+    assert conformance("torch.index_put", device="cpu")["counts"]["failed"] == 0
+
+def test_wrong(conformance, monkeypatch):
+    right = next(kernel for kernel in KERNELS if kernel.name == "reference.merge")
+    def run(outs, lses, sinks, out, lse):
+        right.run(outs, lses, sinks, out, lse)
+        lse.mul_(1.4426950408889634)
+    monkeypatch.setattr(command, "load_kernels", lambda: (replace(right, run=run),))
+    with pytest.raises(AssertionError, match="reference.merge: LSE base 2 explains"):
+        conformance("reference.merge", device="cpu")
+"""
+
+
+def test_the_kit_is_a_plug_in_of_pytest(tmp_path):
+    (tmp_path / "test_toy.py").write_text(PYTEST)
+    flags = [
+        "-p",
+        "portable.conformance.pytest_plugin",
+        "--conformance",
+        "reference.merge",
+        "--conformance-device",
+        "cpu",
+    ]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *flags, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"reference\.merge PASSED", done.stdout), done.stdout
+    assert "3 passed" in done.stdout
+
+
+def test_an_emulated_device_runs_the_kit(tmp_path):
+    pytest.importorskip("triton")
+    flags = ["--device", "emulated:gfx942", "--kernel", "triton.cache_write", "--feature", "holes", "--feature", "16"]
+    assert cli.main(["conformance", *flags, "--json", str(tmp_path / "report.json")]) == 0
+    found = report_of(tmp_path)
+    assert found["proof"] == "emulated" and found["target"]["arch"] == "gfx942"
+    assert {cell["proof"] for kernel in found["kernels"] for cell in kernel["cells"]} == {"emulated"}

@@ -61,6 +61,7 @@ def test_latent_pages():
         ([(0, 1), (1, 2)], r"reads and writes page 1"),
         (torch.zeros(3, dtype=torch.int64), r"pairs \(from, to\)"),
         (torch.zeros(3, 2), r"torch.float32"),
+        ([0, 1, 2], r"pairs \(from, to\)"),
     ),
 )
 def test_what_cannot_be_right_is_refused(pages, why):

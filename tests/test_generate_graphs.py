@@ -26,7 +26,9 @@ CAPTURED = ("llama", "gemma2", "qwen3", "deepseek_v2 without experts", "mamba2",
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels whose launches can be captured, as a GPU's."""
-    found = tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS))
+    found = tuple(
+        launches(kernel) for kernel in (*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS)
+    )
     monkeypatch.setattr(attention, "load_kernels", lambda: found)
 
 
@@ -97,6 +99,16 @@ def test_a_model_that_reads_tensors_on_the_host_is_run_without_graphs(recorder, 
     assert actual == expected and engine.stats.graph_steps == 0
     assert "waits for the device" in engine.graphs.why_not
     assert sum("decodes are not captured" in record.message for record in caplog.records) == 1
+
+
+def test_kernels_that_cannot_be_captured_are_run_without_graphs(recorder, monkeypatch, caplog):
+    monkeypatch.setattr(attention, "load_kernels", lambda: reference.KERNELS)
+    model = made("llama")
+    expected, _ = generated(model, graphs=False)
+    with caplog.at_level(logging.WARNING, "portable"):
+        actual, engine = generated(model)
+    assert actual == expected and engine.stats.graph_steps == 0 and not recorder.replays
+    assert "no kernel can serve" in engine.graphs.why_not
 
 
 def test_the_command_line_captures_unless_told_not_to(recorder, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import launches
 from recording import RULES, CaptureError, Recorder
-from serving import Serving
+from serving import Serving, on_device
 from serving_layers import DRAFTS, PAGE, Heads, Latents, States
 
 from portable import attention, refresh, slot
@@ -84,6 +84,13 @@ def test_steps_of_any_lengths_are_replayed_too(kernels, rules):
         stack = serving("full", "window", "local", more=[Size(REQS, 24, tokens=52)])
         stack.run(25)
     assert stack.replayed == 25 and stack.counts["mixed"] > 4
+
+
+@pytest.mark.device
+def test_replays_on_a_gpu():
+    stack = on_device("cuda")
+    stack.run(60)
+    assert stack.replayed > 20 and len(stack.graphs.captured) > 3
 
 
 # Faults: each is what an implementation could do, and must not pass

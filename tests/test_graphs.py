@@ -222,7 +222,8 @@ def test_a_way_of_calling_that_was_not_met_before_the_capture_is_refused(monkeyp
         plan, q = attn.plan(step, pad_to=1), torch.randn(1, 4, 8)
         monkeypatch.setattr(chosen, "_choices", {})
         monkeypatch.setattr(
-            "portable.attention.load_kernels", lambda: tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_steps.KERNELS))
+            "portable.attention.load_kernels",
+            lambda: tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_steps.KERNELS)),
         )
         with pytest.raises(RuntimeError, match="the first call with return_lse is captured"), recorder.graph(
             recorder.CUDAGraph()

@@ -31,9 +31,12 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [*sorted((ROOT / "backends" / "hip").glob("*.cu")), ROOT / "backends" / "hip" / "shim.h"]
 
 
-def decode_defines(width: int, rows: int) -> tuple[str, ...]:
+def decode_defines(
+    width: int, most: int, kv_dtype: torch.dtype = torch.bfloat16, vendor: str = "amd"
+) -> tuple[str, ...]:
     """Of a paged decode of bfloat16."""
-    named = paged_decode.defines(torch.bfloat16, torch.bfloat16, paged_decode.cut_for(width, rows))
+    cut = paged_decode.cut_for(width, most, vendor, kv_dtype.itemsize == 1)
+    named = paged_decode.defines(torch.bfloat16, kv_dtype, cut)
     return tuple(f"{name}={value}" for name, value in named.items())
 
 
@@ -70,11 +73,13 @@ LEFT_ALONE = (  # by hipify, without a word; the sources do without them, or the
     "0xffffffff",
     "__shfl_xor_sync",
     "__any_sync",
+    "__nv_half2float",
+    "__nv_float2half_rn",
     "__ballot_sync",
     "__activemask",
     'asm volatile("membar.gl;")',
 )
-IN_THE_SHIM = ("__CUDACC_RTC__", "__shfl_xor_sync", "__any_sync")
+IN_THE_SHIM = ("__CUDACC_RTC__", "__shfl_xor_sync", "__any_sync", "__nv_half2float", "__nv_float2half_rn")
 
 
 def test_what_hipify_leaves_alone_is_in_the_shim_or_nowhere(monkeypatch: pytest.MonkeyPatch):
@@ -91,7 +96,7 @@ def test_what_hipify_leaves_alone_is_in_the_shim_or_nowhere(monkeypatch: pytest.
 @pytest.mark.parametrize("path", sorted((ROOT / "backends" / "hip" / "amd").iterdir()), ids=lambda path: path.name)
 def test_no_cuda_name_is_left(path: Path):
     left = set(re.findall(r"\b\w*(?:cuda|CUDA|nv_|nvcuda)\w*", code_of(path)))
-    assert left <= {"__CUDACC_RTC__"}  # by which NVRTC says that it is NVRTC
+    assert left <= set(IN_THE_SHIM)  # behind `#if`, where hipRTC and clang have other names
 
 
 class OnGpu:
@@ -167,18 +172,32 @@ def test_prepared_launches_belong_to_a_thread_and_are_forgotten_at_some_number(m
     assert seen == [{}]
 
 
-def test_a_write_that_was_prepared_for_other_pages_is_not_used():
+def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeypatch: pytest.MonkeyPatch):
     layer = Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
     kv = KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float8_e4m3fn))
-    known = cache._Write(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, (None, (torch.Size(()), ())), layer)
-    scaled = LayerTensors(v_scale=torch.tensor(2.0))
-    assert cache._good(known, kv, scaled)
-    assert not cache._good(known, kv, LayerTensors())
-    assert not cache._good(known, kv, LayerTensors(v_scale=torch.ones(2)))
-    assert not cache._good(known, KV(kv.k, kv.k), scaled)
-    k, v = kv
-    del kv, k  # another tensor may now have its id
-    assert known.k_pages() is None and not cache._good(known, KV(torch.zeros(1), v), scaled)
+    k, slots, scale = torch.zeros(1, 2, 8, dtype=torch.float16), torch.zeros(1, dtype=torch.int64), torch.tensor(2.0)
+    made: list[KV] = []
+
+    def prepare(k: Any, v: Any, kv: KV, slots: Any, layer: Layer, tensors: LayerTensors) -> Any:
+        made.append(kv)
+        scales = cache._scale_facts(kv, tensors, layer)
+        return cache._Write(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
+
+    monkeypatch.setattr(cache, "_prepare_write", prepare)
+    monkeypatch.setattr(cache, "_writes", launch.Launches())
+
+    def new(kv: KV, tensors: LayerTensors = LayerTensors(v_scale=scale)) -> bool:  # noqa: B008
+        """Whether a write is prepared, after one to the first pages was."""
+        key = id(layer), id(kv.k), k.stride(), k.stride(), torch.int64
+        cache._writes.keep(key, first)
+        before = len(made)
+        cache.write(k, k, kv, slots, layer, tensors)
+        return len(made) > before
+
+    first = prepare(k, k, kv, slots, layer, LayerTensors(v_scale=scale))
+    assert not new(kv) and not new(kv, LayerTensors(v_scale=scale + 1))
+    assert new(kv, LayerTensors()) and new(kv, LayerTensors(v_scale=torch.ones(2)))
+    assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v)) and new(KV(kv.v.clone(), kv.v))
 
 
 def test_an_object_is_made_once_and_verified(tmp_path: Path):
@@ -284,7 +303,7 @@ def test_nvrtc_compiles_every_source(file: str):
     defines = {
         "cache": ("ROW=bf16", "STORED=e4m3fn"),
         "merge": ("ELEMENT=bf16",),
-        "paged_decode": decode_defines(128, 4),
+        "paged_decode": decode_defines(128, 8, vendor="nvidia"),
         "state_copy": ("UNIT=16",),
         "refresh": (),
     }[file]
@@ -328,7 +347,9 @@ def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch
     wanted = (
         ("cache", ("ROW=bf16", "STORED=bf16")),
         ("merge", ("ELEMENT=bf16",)),
-        *(("paged_decode", decode_defines(width, 4)) for width in (128, 256)),
+        ("paged_decode", decode_defines(256, 4)),
+        ("paged_decode", decode_defines(128, 8)),
+        ("paged_decode", decode_defines(256, 4, torch.float8_e4m3fnuz)),
     )
     assert {*wanted} <= {*variants()}
     for file, defines in wanted:

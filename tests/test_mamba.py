@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from itertools import pairwise
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from portable.batch import Batch
 from portable.layer import Layer
 from portable.mamba import plan_mamba
+from portable.mamba_decodes import plan_decodes
 from portable.mamba_memory import StateMemory
 from portable.mamba_places import Places, located, slots_at
-from portable.padding import pad
+from portable.padding import pad, pad_host
 from portable.upload import stage
 
 LAYER = Layer.mamba2(num_heads=2, chunk=4)
@@ -213,6 +215,63 @@ def test_captured_buffers_stay_where_they_are_and_are_refilled_behind_the_live_r
         plan_mamba(lens((5, 1), (0, 4)), LAYER, table_of(2), memory=memory)
 
 
+@given(st.integers(0, 3), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4)), max_size=5),
+       st.integers(0, 3), st.sampled_from([-1, 0]), st.booleans(), st.booleans())  # fmt: skip
+def test_the_short_way_of_planning_decodes_gives_what_the_long_one_does(drafts, rows, more, pad_slot, counted, kept):
+    """Contexts, new tokens and accepted ones of each request, padded by some rows, with and without memory."""
+    batch = lens(*((c, min(q, 1 + drafts)) for c, q, _ in rows)) if rows else Batch.from_lens([], [])
+    live, accepted = len(rows), [min(a, 1 + drafts) for *_, a in rows] if counted else None
+    size, tokens = live + more, (live + more) * (1 + drafts)
+    given = {"num_draft": drafts, "num_accepted": accepted, "pad_slot": pad_slot}
+    memory = [StateMemory(torch.device("cpu"), size + 1, tokens + 1, 1 + drafts) if kept else None for _ in range(2)]
+    short = plan_decodes(batch, table_of(live), size, tokens, memory=memory[0], max_query_len=1 + drafts, handle=-1,
+                         **given)  # fmt: skip
+    if not live:
+        assert short is None
+        return
+    wide = pad_host(batch, size, tokens)
+    long = plan_mamba(wide, LAYER, table_of(live), memory=memory[1], max_query_len=1 + drafts, **given)
+    for field in dataclasses.fields(short.decode):
+        one, two = getattr(short.decode, field.name), getattr(long.decode, field.name)
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two, field.name
+    assert short.max_slot == long.max_slot and (short.num_tokens, short.padded_tokens) == (batch.num_tokens, tokens)
+    assert (short.padding is None) is (long.padding is None)
+    assert short.padding is None or torch.equal(short.padding, long.padding)
+    others = [plan.with_group(table_of(live) + 50).decode for plan in (short, long)]
+    assert torch.equal(others[0].initial_indices, others[1].initial_indices)
+    assert torch.equal(others[0].state_indices, others[1].state_indices)
+
+
+def test_slots_that_the_device_looks_up_come_to_where_those_of_the_host_do():
+    """Tables of other lengths and widths, and counts, in turns: a graph reads one place."""
+    memory, where = StateMemory(torch.device("cpu"), reqs=4, tokens=12, queries=3), set()
+    batches = [pad_host(lens(*((5, 3),) * live), 4, 12) for live in (3, 1, 4)]
+    accepted = (None, [2], None, [1, 3, 2], None, [3] * 4)
+    for batch, wide, counts in zip(batches * 2, (3, 3, 9, 3, 9, 3), accepted, strict=True):
+        live = batch.num_reqs
+        table, given = table_of(live, max(wide, 5)), {"num_draft": 2, "num_accepted": counts}
+        wanted = plan_mamba(batch, LAYER, table, **given)
+        host = plan_mamba(batch, LAYER, table, memory=memory, max_query_len=3, **given).decode
+        assert torch.equal(host.initial_indices, wanted.decode.initial_indices)
+        where.add((host.initial_indices.data_ptr(), host.state_indices.data_ptr(), host.num_accepted.data_ptr()))
+        places = wanted.places()
+        columns, device = places.columns.copy(), None
+        if counts is not None:
+            moved = torch.nn.functional.pad(torch.tensor(counts, dtype=torch.int32), (0, 4 - live), value=1)
+            columns[:live] -= np.array(counts, np.int32) - 1
+            device = moved
+        behind = None if device is None else device - 1
+        flat = np.where(columns < 0, -1, places.rows * np.int64(table.shape[1]) + columns)
+        arrays = np.array(batch.host_cu_seqlens_q), None, np.zeros(12, bool), flat
+        brought = memory.bring(*arrays)
+        memory.look(brought, flat, torch.from_numpy(table), Places(places.rows, columns, behind), -1, device)
+        assert torch.equal(brought.slots[:4], wanted.decode.initial_indices)
+        assert torch.equal(brought.slots[4:].view(4, 3), wanted.decode.state_indices)
+        assert torch.equal(brought.num_accepted, wanted.decode.num_accepted)
+        where.add((brought.slots.data_ptr(), brought.slots[4:].data_ptr(), brought.num_accepted.data_ptr()))
+    assert len(where) == 1
+
+
 def test_a_second_group_has_its_own_slots_in_the_same_step():
     batch = pad(lens((5, 1), (6, 1)), 4, 4)
     first = plan_mamba(batch, LAYER, table_of(2))
@@ -234,7 +293,7 @@ def test_counts_on_a_device_move_the_initial_states_there():
         given = {"mode": mode, "block_size": 4, "num_draft": 2, "running": [1, 2, -1, 0]}
         counts = [1, 3, 2, 2]
         on_host = plan_mamba(batch, LAYER, table_of(4), num_accepted=counts, **given)
-        places = on_host.places
+        places = on_host.places()
         moved = torch.tensor(counts) - 1
         columns = places.columns.copy()
         columns[:4] -= np.array(counts) - 1

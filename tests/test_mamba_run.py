@@ -359,9 +359,13 @@ def test_what_a_mamba_was_not_made_for_is_refused():
         Mamba(Layer.gqa(num_heads=2, head_dim=8), device="cpu")
     with pytest.raises(ValueError, match="block_size is 0"):
         Mamba(MAMBA2, device="cpu", mode="align")
+    with pytest.raises(ValueError, match="mode is 'some'; it must be one of 'none', 'align', 'all'"):
+        Mamba(MAMBA2, device="cpu", mode="some")
     with pytest.raises(ValueError, match="num_slots is 0"):
         allocate_states(MAMBA2, 0)
     mamba = Mamba(MAMBA2, device="cpu", max_reqs=2, max_tokens=4)
+    with pytest.raises(ValueError, match="table has dtype float64"):
+        mamba.plan(Batch.from_lens([1], [4]), np.array([[2.5]]))
     with pytest.raises(ValueError, match="the batch has 3 requests, above the 2"):
         mamba.plan(Batch.from_lens([1] * 3, [4] * 3), [[0]] * 3)
     with pytest.raises(ValueError, match="the batch has 5 tokens, above the 4"):

@@ -16,6 +16,7 @@ from mla_cases import make_step, mla_layer
 import portable
 from portable.backends import flash_attn, flash_mla, reference
 from portable.backends.aiter import KERNELS as AITER
+from portable.backends.flash_attn import pieces
 from portable.conformance import cells, contract
 from portable.conformance.inputs import segment
 from portable.kernel import KV, Op
@@ -151,3 +152,21 @@ def test_a_kernel_that_needs_v_as_wide_as_k_is_refused_for_mla():
     assert not kernel.why_not(GFX942, layer, needs)
     equal = replace(kernel, caps=replace(kernel.caps, equal_value_dim=True))
     assert "v_head_dim 128 differs from head_dim 192" in equal.why_not(GFX942, layer, needs)
+
+
+@pytest.mark.parametrize(("page_size", "layers"), [(64, 1), (128, 1), (64, 3)])
+def test_pages_in_pieces_are_the_same_tokens(page_size, layers):
+    """FlashAttention 3 would read whole pages of 64 by TMA, NaN behind the last token and all."""
+    pool = torch.arange(5 * layers * page_size * 4).view(5, layers, page_size, 4).float()
+    pages = pool[:, layers - 1]
+    oracle = next(kernel for kernel in reference.KERNELS if kernel.caps.op is Op.MLA_DECODE)
+    made = segment(oracle, ((1, 150), (1, 3)), mla_layer(), torch.tensor([[4, 0, 2], [1, 3, 3]]), page_size)
+    cut = pieces.spread(made, pieces.tokens_apart(pages))
+    assert cut.page_size == 32 and cut.block_table.shape == (2, 3 * page_size // 32)
+    k, v, _ = pieces.in_pieces(KV(pages, None), 3)
+    whole = torch.cat([v[..., 0, :], k[..., 0, :]], -1)
+    for row, table in enumerate(cut.block_table):
+        assert torch.equal(whole[table].flatten(0, 1), pages[made.block_table[row]].flatten(0, 1))
+    with pytest.raises(ValueError, match="its pages must be a multiple of 32 rows apart"):
+        pieces.tokens_apart(torch.zeros(2, 72, 4)[:, :64])
+    assert pieces.tokens_apart(torch.zeros(1, 72, 4)[:, :64]) == 64  # of one page nothing follows

@@ -90,6 +90,8 @@ BROKEN = {
     "no sizes": (RIGHT.replace("head_dims=ANY_SIZE", "head_dims=64"), "acme.paged: its caps cannot be read: Attr"),
     "no vendors": (RIGHT.replace('vendors={"acme", "cpu"}', "vendors=None"), "its caps cannot be read: TypeError"),
     "unknown feature": (RIGHT.replace('"sinks"', '"sink"'), "features ['sink'] are not among"),
+    "no package": (RIGHT.replace("archs=ANY", "archs=ANY, requires=('torch',)"), "its caps cannot be read: ValueError"),
+    "a path": (RIGHT.replace('"acme.paged"', '"../acme"'), "KERNELS[0] is named '../acme'"),
     "no function": (RIGHT.replace("run=paged", "run=None"), "run and prepare functions"),
 }
 
@@ -188,6 +190,8 @@ VENDORS = {
     "no device of torch": ("def on_cpu(machine): return False\ndef count(machine): return 1", "acme"),
     "an arch of another": ("ARCHS = {'acme1': Arch(name='acme1', vendor='amd', family='x', wave_size=1, "
                            "shared_memory=0)}", "is of vendor 'amd'"),
+    "a broken pattern": ("PRODUCTS = {'X': Product(name='X', arch='acme1', pattern='(')}", "error: missing )"),
+    "a number of variables": ("ENVIRONMENT = (3,)", "ENVIRONMENT is (3,)"),
     "a table of strings": ("ARCHS = {'acme1': 'acme1'}", "ARCHS['acme1'] is 'acme1'; it must be the Arch"),
     "an unknown operation": ("ORDER = {'attention': ('acme',)}", "ORDER['attention']"),
 }  # fmt: skip

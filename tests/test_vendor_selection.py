@@ -26,6 +26,7 @@ DECODE = (Op.PAGED, PLAIN, Needs(page_size=16, query_len=1, seq_len=LONG))
 VERIFY = (Op.PAGED, PLAIN, Needs(page_size=16, query_len=8, seq_len=LONG))
 MLA_PREFILL = (Op.PREFILL, MLA, Needs(query_len=LONG, seq_len=LONG))
 MLA_DECODE = (Op.MLA_DECODE, MLA, Needs(page_size=64, query_len=1, seq_len=LONG))
+MLA_WIDE = (Op.MLA_DECODE, Layer.mla(num_heads=128), Needs(page_size=64, query_len=1, seq_len=LONG, reqs=16))
 ALWAYS = {"torch": "2.13.0", "triton": "3.6.0"}  # what torch's GPU wheels bring
 
 AITER, OLD_AITER = {"amd-aiter": "0.1.12"}, {"amd-aiter": "0.1.7.post2.dev18"}
@@ -87,6 +88,27 @@ def test_amd(arch: str, asked: Asked, packages: dict[str, str], first: str) -> N
     assert able(arch, asked, packages)[0] == first
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "first"),
+    [
+        ("gfx942", torch.float8_e4m3fnuz, "aiter.decode_fp8_fnuz"),
+        ("gfx942", torch.float8_e4m3fn, "triton.paged"),
+        ("gfx950", torch.float8_e4m3fn, "aiter.decode_fp8"),
+    ],
+)
+def test_an_fp8_cache_is_decoded_by_what_reads_its_flavour(arch: str, dtype: torch.dtype, first: str) -> None:
+    for packages in (AITER, OLD_AITER):
+        assert able(arch, with_layer(DECODE, kv_dtype=dtype), packages)[0] == first
+
+
+def test_consumer_amd_has_the_triton_builds_of_flash_attention() -> None:
+    later = {"flash-attn[triton]": "2.8.4"}
+    assert able("gfx1100", PREFILL, TRITON_BUILD)[0] == "flash_attn.triton_varlen"
+    assert able("gfx1100", DECODE, TRITON_BUILD)[0] == "triton.paged"  # that build ignores the block table
+    assert able("gfx1100", PREFILL, later)[0] == "flash_attn.aiter_varlen"
+    assert able("gfx1100", DECODE, later)[0] == "flash_attn.aiter_kvcache"
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
     found = able(arch, PREFILL, AITER | CK)
@@ -112,9 +134,10 @@ def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
         ("sm90", DECODE, {}, "triton.paged"),
         ("sm90", with_layer(DECODE, alibi=True), FA3, "triton.paged"),
         ("sm90", MLA_PREFILL, FA3, "flash_attn_3.varlen_192_128"),
-        ("sm90", MLA_DECODE, FA3 | FLASH_MLA, "flash_attn_3.mla_decode"),
-        ("sm90", MLA_DECODE, FLASH_MLA, "flash_mla.decode"),
-        ("sm90", MLA_DECODE, {"vllm": "0.33.0"}, "vllm_flash_attn_3.mla_decode"),
+        ("sm90", MLA_DECODE, FA3 | FLASH_MLA, "triton.mla_decode_hopper"),  # by what was measured
+        ("sm90", MLA_WIDE, FA3 | FLASH_MLA, "flash_attn_3.mla_pieces"),
+        ("sm90", MLA_WIDE, FLASH_MLA, "flash_mla.decode"),
+        ("sm90", MLA_WIDE, {"vllm": "0.33.0"}, "vllm_flash_attn_3.mla_pieces"),
         ("sm100", MLA_PREFILL, FA4, "flash_attn_4.varlen_192_128"),
         ("sm100", PREFILL, FA4, "flash_attn_4.varlen"),
         ("sm100", DECODE, FA4, "flash_attn_4.paged"),
@@ -157,7 +180,7 @@ def test_a_cpu_has_torch() -> None:
         ("--arch gfx942 --page-size 128", FA2, {"prefill": "flash_attn", "paged decode": "flash_attn"}),
         ("--arch gfx950", {}, {"prefill": "triton", "paged decode": "triton", "cache_write": "triton"}),
         ("--arch sm90", FA3, {"prefill": "flash_attn", "paged decode": "flash_attn"}),
-        ("--arch sm90 --mla --page-size 64", FA3, {"mla_decode decode": "flash_attn"}),
+        ("--arch sm90 --mla --page-size 64", FA3, {"mla_decode decode": "triton", "prefill": "flash_attn"}),
         ("--arch sm90", {}, {"prefill": "triton", "paged decode": "triton"}),
         ("--arch sm90 --without triton", {}, {"prefill": "torch"}),
         ("--arch sm100", FA4, {"prefill": "flash_attn", "paged decode": "flash_attn"}),

@@ -1,4 +1,4 @@
-"""Pages that TMA would read whole, read as several smaller ones each; see version3.py for why whole ones will not do."""
+"""Pages that TMA would read whole, as several smaller ones each; version3.py tells why whole ones will not do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pieces(Adapter):
         lse: torch.Tensor | None,
     ) -> None:
         """One layer of the step; over pages with gaps between them the table is spread anew."""
-        apart = tokens_apart(kv.k)
+        apart = segment.page_size if kv.k.is_contiguous() else tokens_apart(kv.k)
         if apart != segment.page_size and segment.block_table is not None:
             segment = replace(segment, prepared=self.prepare(spread(segment, apart), layer))
         super().run(q, kv, segment, layer, tensors, out, lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -27,13 +27,17 @@ class _Write(NamedTuple):
     launch: Launch
     together: int  # tokens of a block
     k_pages: ReferenceType[torch.Tensor]
-    v_pages: ReferenceType[torch.Tensor] | None
+    v_pages: Callable[[], torch.Tensor | None]
     behind: int  # bytes from MLA's first part of a row to its second
     scales: tuple[object, ...]
     layer: Layer
 
 
 _writes: Launches[_Write] = Launches()
+
+
+def _nothing() -> None:
+    """In place of a reference."""
 
 
 @cache
@@ -59,31 +63,25 @@ def write(
     second = None if v is None else v.stride()
     key = id(layer), id(k_pages), k.stride(), second, slot_mapping.dtype
     known = _writes.known.get(key)
-    if known is None or not _good(known, kv, tensors):
+    if (
+        known is None
+        or known.k_pages() is not k_pages  # an address, and a tensor's id, may have come to others
+        or known.v_pages() is not v_pages
+        or (known.scales and known.scales != _scale_facts(kv, tensors, layer))
+    ):
         known = _prepare_write(k, v, kv, slot_mapping, layer, tensors)
         if k.is_cuda:
             _writes.keep(key, known)
     tokens = slot_mapping.numel()
     if not tokens:
         return
+    launch, together, _, _, behind, scales, _ = known
     at = k_pages.data_ptr()
-    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if known.scales else (0, 0)
+    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if scales else (0, 0)
     v_rows, v_at = 0, 0
     if v is not None:
-        v_rows, v_at = v.data_ptr(), at + known.behind if v_pages is None else v_pages.data_ptr()
-    known.launch(
-        -(-tokens // known.together), k.data_ptr(), v_rows, at, v_at, slot_mapping.data_ptr(), k_scale, v_scale, tokens
-    )
-
-
-def _good(known: _Write, kv: KV, tensors: LayerTensors) -> bool:
-    """Whether a write was prepared for these very pages; an address may have come to others."""
-    k_pages, v_pages = kv
-    return (
-        known.k_pages() is k_pages
-        and (v_pages is None if known.v_pages is None else known.v_pages() is v_pages)
-        and (not known.scales or known.scales == _scale_facts(kv, tensors, known.layer))
-    )
+        v_rows, v_at = v.data_ptr(), at + behind if v_pages is None else v_pages.data_ptr()
+    launch(-(-tokens // together), k.data_ptr(), v_rows, at, v_at, slot_mapping.data_ptr(), k_scale, v_scale, tokens)
 
 
 def _scales(kv: KV, tensors: LayerTensors, layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -130,7 +128,7 @@ def _prepare_write(
         max(each.slices for each in made),
     )
     scales = _scale_facts(kv, tensors, layer) if kv.k.dtype.itemsize == 1 else ()
-    k_ref, v_ref = ref(kv.k), None if kv.v is None else ref(kv.v)
+    k_ref, v_ref = ref(kv.k), _nothing if kv.v is None else ref(kv.v)
     return _Write(launch, together, k_ref, v_ref, rank * kv.k.itemsize, scales, layer)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ raw_stream: Callable[[int], int] = getattr(
 
 
 T = TypeVar("T")
+_recording: tuple[Target, list[Function]] | None = None
 
 
 class Launches(threading.local, Generic[T]):
@@ -80,6 +82,9 @@ class Function:
         On a GPU it is for any tensors of the device of the first, as often as wanted; on the emulated one for these,
         once. `reached` are those that the kernel finds by addresses stored in others.
         """
+        if _recording is not None:
+            _recording[1].append(self)
+            return lambda *_: None
         assert tensors[0] is not None
         device = tensors[0].get_device()
         if device < 0:
@@ -154,8 +159,37 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
     return [0 if each is None else each.data_ptr() for each in tensors]
 
 
+@contextmanager
+def recorded(target: Target) -> Iterator[list[Function]]:
+    """Within the block launches are listed and nothing runs: tensors may be meta tensors, and are `target`'s."""
+    global _recording
+    before, _recording = _recording, (target, [])
+    try:
+        yield _recording[1]
+    finally:
+        _recording = before
+
+
+def warmup(functions: Iterable[Function], device: torch.device) -> int:
+    """Compile and load what recorded launches need, so that they can be captured; how many were not there."""
+    if device.type == "cpu":
+        from portable.backends.emulation import emulated_arch
+
+        arch, before = emulated_arch(), _emulated.cache_info().misses
+        for function in functions:
+            _emulated(function.file, function.defines, arch)
+        return _emulated.cache_info().misses - before
+    index = torch.cuda.current_device() if device.index is None else device.index
+    new = {function for function in functions if index not in function._functions}
+    for function in new:
+        function.load(index)
+    return len(new)
+
+
 def target_of(tensor: torch.Tensor) -> Target:
     """The device that a kernel with this argument runs on; for a CPU tensor the emulated one."""
+    if _recording is not None:
+        return _recording[0]
     index = tensor.get_device()
     if index >= 0:
         return target_on(index)

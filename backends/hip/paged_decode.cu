@@ -7,65 +7,133 @@
 // depends on how many lanes a wave has, beyond LANES dividing it.
 #include "shim.h"
 
-#define MOST_WAVES (THREADS / FEWEST_LANES)
-
 constexpr int PER_LANE = LOADS * VEC, WIDTH = LANES * PER_LANE, GROUPS = THREADS / LANES, STEP = GROUPS * KEYS;
 
 // In elements; one page, and one token of it, are within 2**31 of its start.
 struct Pages { u32 page, offset; i64 head; };
-struct Sizes { int heads, group, width_k, width_v; Divide page; int row_blocks; };
+struct Sizes { int width_k, width_v; Divide page, group, kv_heads, row_blocks; };
 struct Strides { i64 q_token, q_head, out_token, out_head, lse_head, lse_token; };
 struct Mask { int left, right; };
 struct Scores { float factor, softcap; };  // in units of log2; softcap 0: none
 
 DEVICE float none() { return __uint_as_float(0xff800000u); }
-DEVICE int cdiv(int a, int b) { return (a + b - 1) / b; }
+DEVICE Few<float, 4> four(const float* from) {
+    Few<float, 4> few;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) few.word[i] = __float_as_uint(from[i]);
+    return few;
+}
+
+// Elements of a vector in float32, exactly, but for a power of two: each is 2**DROP times too small. Weights are 2**LIFT
+// times too large, so that products stay normal numbers. A vector with a NaN among bytes is all NaN.
+template <typename T> struct Read {
+    static constexpr int DROP = 0, LIFT = 0;
+    DEVICE float get(const Few<T, VEC>& few, int i) { return to_float(few.get(i)); }
+    DEVICE float nan_or_zero(const Few<T, VEC>&) { return 0.0f; }
+};
+template <bool FNUZ> struct ReadBytes {
+    static constexpr int DROP = FNUZ ? 119 : 120, LIFT = 60;
+    // sign, exponent and mantissa where float32 has them
+    template <typename T> DEVICE float get(const Few<T, VEC>& few, int i) {
+        return __uint_as_float((u32)((int)(few.word[i / 4] << (24 - i % 4 * 8)) >> 4) & 0x87f00000);
+    }
+    template <typename T> DEVICE float nan_or_zero(const Few<T, VEC>& few) {
+        u32 found = 0;
+#pragma unroll
+        for (u32 word : few.word) {
+            const u32 zero = word ^ 0x80808080;  // a byte of it, where fnuz has NaN
+            found |= FNUZ ? (zero - 0x01010101) & ~zero : (word & 0x7f7f7f7f) + 0x01010101;
+        }
+        return __uint_as_float(found & 0x80808080 ? 0x7fc00000 : 0);
+    }
+};
+template <> struct Read<e4m3fn> : ReadBytes<false> {};
+template <> struct Read<e4m3fnuz> : ReadBytes<true> {};
+
+DEVICE float power(int exponent) { return __uint_as_float((u32)(127 + exponent) << 23); }
 
 // of a lane's i-th element
 DEVICE int column(int lane, int i) { return i / VEC * LANES * VEC + lane * VEC + i % VEC; }
 
-// A row's softmax so far: the highest score (or one that is at most SLACK below it), the sum of weights.
-#define SLACK 8.0f  // in units of log2: sums are rescaled only when the highest score rises by more than 2**SLACK
+#define SLACK 8.0f  // sums are rescaled only when the highest score rises by more, in units of log2
 
-DEVICE void finish(ELEMENT* out, float* lse, Strides at, int token, int head, int column, float result, float log) {
-    out[token * at.out_token + head * at.out_head + column] = From<ELEMENT>::value(result);
-    if (lse && column == 0) lse[head * at.lse_head + token * at.lse_token] = log * 0.69314718f;
+// Softmaxes over some keys each, of a row's four columns: the highest score or nearly, the sum of weights, and sums.
+struct Joined { float top, total, sum[4]; };
+
+// `count` of them into one, in order, UNROLL at a time; they lie `step` and `sums_step` apart.
+template <int UNROLL>
+DEVICE Joined join(const float* tops, const float* totals, int step, const float* sums, int sums_step, int count) {
+    Joined all = {none(), 0.0f, {}};
+    for (int first = 0; first < count; first += UNROLL) {
+        float top[UNROLL], total[UNROLL], highest = all.top;
+        Few<float, 4> sum[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const i64 nth = min(first + u, count - 1);
+            top[u] = first + u < count ? tops[nth * step] : none();
+            total[u] = totals[nth * step];
+            sum[u] = *(const Few<float, 4>*)(sums + nth * sums_step);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) highest = fmaxf(highest, top[u]);
+        const float base = highest == none() ? 0.0f : highest, shrink = exp2f(all.top - base);
+        all.top = highest, all.total *= shrink;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) all.sum[e] *= shrink;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const float weight = exp2f(top[u] - base);
+            all.total += weight * total[u];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) all.sum[e] += weight * sum[u].get(e);
+        }
+    }
+    return all;
 }
 
 KERNEL __launch_bounds__(THREADS, BLOCKS)
 attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int* table, const int* cu_seqlens_q,
        const int* seq_lens, const u8* causal, const float* k_scale, const float* v_scale, const float* sinks,
-       ELEMENT* out, float* lse, float* parts, float* parts_lse, u32* arrived, i64 table_step, int pairs,
-       int least_chunk, int splits, Strides at, Pages k_at, Pages v_at, Sizes s, Mask mask, Scores scores, int k_step,
-       int v_step) {
+       ELEMENT* out, float* lse, float* parts, float* parts_top, float* parts_total, u32* arrived, i64 table_step,
+       int table_width, Divide pairs, Divide least_chunk, Divide splits, Strides at, Pages k_at, Pages v_at, Sizes s,
+       Mask mask, Scores scores, int k_step, int v_step) {
     typedef Few<STORED, VEC> Vector;
-    // q, then what the waves have summed, then what the parts have
-    constexpr int SUMS = MOST_WAVES * ROWS * WIDTH;
-    __shared__ float shared[SUMS > THREADS * 4 ? SUMS : THREADS * 4];
-    __shared__ float shared_top[MOST_WAVES][ROWS], shared_total[MOST_WAVES][ROWS];
+    typedef Read<STORED> As;
+    __shared__ alignas(16) float shared[GROUPS * ROWS * WIDTH];  // q, then what each group has summed up
+    __shared__ float shared_top[GROUPS * ROWS], shared_total[GROUPS * ROWS];
     __shared__ int shared_last;
-    const int kv_heads = s.heads / s.group;
-    const int pair = blockIdx.x % pairs, split = blockIdx.x / pairs;  // of some rows of a KV head, and some keys
-    const int row_block = pair % s.row_blocks, kv_head = pair / s.row_blocks % kv_heads;
-    const int request = pair / s.row_blocks / kv_heads;
+    const int split = pairs.of(blockIdx.x), pair = blockIdx.x - split * pairs.divisor;  // some keys, and some rows
+    const int head_pair = s.row_blocks.of(pair), row_block = pair - head_pair * s.row_blocks.divisor;
+    const int request = s.kv_heads.of(head_pair), kv_head = head_pair - request * s.kv_heads.divisor;
+    const int group_size = s.group.divisor;
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const int* pages = table + request * table_step;
+    // most often the right ones: read while lengths are
+    const int guess = split * least_chunk.divisor;
+    int page[KEYS], ahead[KEYS];
+#pragma unroll
+    for (int n = 0; n < KEYS; ++n) {
+        const int nth = min(s.page.of(guess + group + n * GROUPS), table_width - 1);
+        page[n] = nth >= 0 ? pages[nth] : 0;
+    }
     const int token = cu_seqlens_q[request], queries = cu_seqlens_q[request + 1] - token;
     const int length = seq_lens[request], first_row = row_block * ROWS;
-    const int rows = min(queries * s.group - first_row, ROWS);
+    const int rows = min(queries * group_size - first_row, ROWS);
     if (rows <= 0) return;
     if (causal) mask.right = causal[request] ? 0 : mask.right;
     // the keys that any row of the request sees, and of these a part
     const i64 position = (i64)length - queries;  // of the first query token
     int first = (int)max(position - mask.left, (i64)0), end = (int)min((i64)length + mask.right, (i64)length);
-    const int chunk = max(least_chunk, cdiv(cdiv(end - first, splits), STEP) * STEP);
-    const int count = end > first ? cdiv(end - first, chunk) : 1;  // parts
+    const int keys = max(end - first, 1), even = splits.of(keys + splits.divisor - 1);  // of a part, at least
+    const bool longer = even > least_chunk.divisor;
+    const int chunk = longer ? (even + STEP - 1) / STEP * STEP : least_chunk.divisor;
+    const int count = longer ? (keys + chunk - 1) / chunk : least_chunk.of(keys + chunk - 1);  // parts
     first += split * chunk;
     if (split >= count) return;  // the first part is there even where no key is
     end = min(end, first + chunk);
 
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const STORED* k_base = k_pages + kv_head * k_at.head + (FULL ? lane * VEC : 0);
     const STORED* v_base = v_pages + kv_head * v_at.head + (FULL ? lane * VEC : 0);
-    const int* pages = table + request * table_step;
     // Past the end, and past a row's width, what is there is read again; such a score is masked, and such a sum unused.
     const auto page_of = [&](int j) { return pages[s.page.of(min(j, end - 1))]; };
     const auto row_of = [&](Pages where, int page, int j) {
@@ -80,18 +148,17 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
         }
     };
 
-    // What is read first: pages, then q, then K and V, so that these waits are two and not three.
-    int page[KEYS], ahead[KEYS];
+    if (first < end && (first != guess || first + STEP > end))
 #pragma unroll
-    for (int n = 0; n < KEYS; ++n) page[n] = first < end ? page_of(first + group + n * GROUPS) : 0;
+        for (int n = 0; n < KEYS; ++n) page[n] = page_of(first + group + n * GROUPS);
     constexpr int SHARE = (ROWS * WIDTH + THREADS - 1) / THREADS;  // of q
     float loaded[SHARE];
 #pragma unroll
     for (int n = 0; n < SHARE; ++n) {
         const int i = threadIdx.x + n * THREADS, row = i / WIDTH + first_row, c = i % WIDTH;
-        const int head = kv_head * s.group + row % s.group;
+        const int nth = s.group.of(row), head = (kv_head - nth) * group_size + row;
         const bool live = i / WIDTH < rows && (FULL || c < s.width_k);
-        loaded[n] = live ? to_float(q[(token + row / s.group) * at.q_token + head * at.q_head + c]) : 0.0f;
+        loaded[n] = live ? to_float(q[(token + nth) * at.q_token + head * at.q_head + c]) : 0.0f;
     }
     Vector key[KEYS][LOADS], value[KEYS][LOADS];
     if (first < end) {
@@ -104,7 +171,7 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
 #pragma unroll
         for (int n = 0; n < KEYS; ++n) page[n] = page_of(first + STEP + group + n * GROUPS);
     }
-    const float factor = scores.factor * (k_scale ? k_scale[kv_head * k_step] : 1.0f);
+    const float factor = scores.factor * (k_scale ? k_scale[kv_head * k_step] : 1.0f) * power(As::LIFT);
 #pragma unroll
     for (int n = 0; n < SHARE; ++n)
         if (threadIdx.x + n * THREADS < ROWS * WIDTH) shared[threadIdx.x + n * THREADS] = loaded[n] * factor;
@@ -117,15 +184,16 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
         for (int i = 0; i < PER_LANE; ++i) query[r][i] = shared[r * WIDTH + column(lane, i)];
 #endif
     // Every row of the block sees the keys [all_first, all_end).
-    const i64 all_first = position + (first_row + rows - 1) / s.group - mask.left;
-    const i64 all_end = min(position + first_row / s.group + mask.right + 1, (i64)end);
+    const i64 all_first = position + s.group.of(first_row + rows - 1) - mask.left;
+    const i64 all_end = min(position + s.group.of(first_row) + mask.right + 1, (i64)end);
 
     // The scores of a turn, [ROWS][KEYS], are dealt to the lanes: a lane sums up OWN of them, whole, of one row. Where
     // there are fewer scores than lanes, COPIES of these have the same.
     constexpr int ALL = ROWS * KEYS, OWN = ALL > LANES ? ALL / LANES : 1, COPIES = ALL < LANES ? LANES / ALL : 1;
+    constexpr int OF_ROW = LANES / ROWS;  // lanes
     static_assert(KEYS % OWN == 0, "a lane has scores of one row");
     const int own = lane / COPIES * OWN, own_row = first_row + own / KEYS;  // the first of a lane's
-    const int ahead_of = own_row / s.group;  // query tokens
+    const int ahead_of = s.group.of(own_row);  // query tokens
     float sum[ROWS][PER_LANE], top = none(), total = 0.0f;  // top and total: of the lane's row, over its scores
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
@@ -140,7 +208,12 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
 #endif
         float score[ALL];
 #pragma unroll
-        for (int i = 0; i < ALL; ++i) score[i] = 0.0f;
+        for (int i = 0; i < ALL; ++i) {
+            score[i] = 0.0f;
+            if (As::DROP)
+#pragma unroll
+                for (const Vector& each : key[i % KEYS]) score[i] += As::nan_or_zero(each);
+        }
 #if SHARED
 #pragma unroll
         for (int i = 0; i < PER_LANE; i += 4)
@@ -151,25 +224,22 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
                 for (int n = 0; n < KEYS; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        score[r * KEYS + n] += few.get(e) * to_float(key[n][(i + e) / VEC].get((i + e) % VEC));
+                        score[r * KEYS + n] += few.get(e) * As::get(key[n][(i + e) / VEC], (i + e) % VEC);
             }
 #else
 #pragma unroll
         for (int n = 0; n < KEYS; ++n)
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
-                const float k = to_float(key[n][i / VEC].get(i % VEC));
+                const float k = As::get(key[n][i / VEC], i % VEC);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) score[r * KEYS + n] += query[r][i] * k;
             }
 #endif
-        const bool more = begin + STEP < end;
-        if (more) {
 #pragma unroll
-            for (int n = 0; n < KEYS; ++n) {
-                load(key[n], k_base + row_of(k_at, page[n], mine + STEP + n * GROUPS), s.width_k);
-                ahead[n] = page_of(mine + 2 * STEP + n * GROUPS);
-            }
+        for (int n = 0; n < KEYS; ++n) {
+            load(key[n], k_base + row_of(k_at, page[n], mine + STEP + n * GROUPS), s.width_k);
+            ahead[n] = page_of(mine + 2 * STEP + n * GROUPS);
         }
         // each step halves the scores that a lane sums up, as long as there are two of them
         int left = ALL;
@@ -186,6 +256,9 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
                     score[i] = keep + SHUFFLE_XOR(send, other);
                 }
         }
+        if (As::DROP)
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) score[i] *= power(As::DROP - As::LIFT);
         if (scores.softcap != 0.0f)
 #pragma unroll
             for (int i = 0; i < OWN; ++i) score[i] = scores.softcap * tanhf(score[i]);
@@ -202,19 +275,20 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
         if (ANY(highest > top + SLACK)) {
             // as all lanes that have scores of this row
 #pragma unroll
-            for (int other = COPIES; other < KEYS / OWN * COPIES; other *= 2)
+            for (int other = COPIES; other < OF_ROW; other *= 2)
                 highest = fmaxf(highest, SHUFFLE_XOR(highest, other));
             const float raised = highest > top + SLACK ? highest : top;
             const float shrink = raised == top ? 1.0f : exp2f(top - raised);
             top = raised, total *= shrink;
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const float row_shrink = SHUFFLE(shrink, r * KEYS / OWN * COPIES, LANES);
+                const float row_shrink = SHUFFLE(shrink, r * OF_ROW, LANES);
 #pragma unroll
                 for (int i = 0; i < PER_LANE; ++i) sum[r][i] *= row_shrink;
             }
         }
-        const float base = top == none() ? 0.0f : top;  // keeps (-inf) - (-inf) out of the exponents
+        const float low = top == none() ? 0.0f : top;  // keeps (-inf) - (-inf) out of the exponents
+        const float base = As::LIFT ? low - As::LIFT : low;
         float weight[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) total += weight[i] = exp2f(score[i] - base);
@@ -224,67 +298,66 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
                 shares[r] = SHUFFLE(weight[(r * KEYS + n) % OWN], (r * KEYS + n) / OWN * COPIES, LANES);
+            if (As::DROP)
+#pragma unroll
+                for (const Vector& each : value[n])
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) shares[r] += As::nan_or_zero(each);
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
-                const float v = to_float(value[n][i / VEC].get(i % VEC));
+                const float v = As::get(value[n][i / VEC], i % VEC);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) sum[r][i] += shares[r] * v;
             }
-            if (more) {
-                load(value[n], v_base + row_of(v_at, page[n], mine + STEP + n * GROUPS), s.width_v);
-                page[n] = ahead[n];
-            }
+            load(value[n], v_base + row_of(v_at, page[n], mine + STEP + n * GROUPS), s.width_v);
+            page[n] = ahead[n];
         }
     }
 
-    // The lanes of a row, the groups of a wave, then the waves of the block.
-    const int wave = threadIdx.x / warpSize, waves = THREADS / warpSize;
+    // The lanes of a row, then the groups of the block.
 #pragma unroll
-    for (int other = COPIES; other < KEYS / OWN * COPIES; other *= 2) total += SHUFFLE_XOR(total, other);
+    for (int other = COPIES; other < OF_ROW; other *= 2) total += SHUFFLE_XOR(total, other);
     __syncthreads();  // q was there
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        float row_top = SHUFFLE(top, r * KEYS / OWN * COPIES, LANES);
-        float row_total = SHUFFLE(total, r * KEYS / OWN * COPIES, LANES);
-        for (int other = LANES; other < warpSize; other *= 2) {
-            const float theirs = SHUFFLE_XOR(row_top, other), highest = fmaxf(row_top, theirs);
-            const float base = highest == none() ? 0.0f : highest;
-            const float mine = exp2f(row_top - base), yours = exp2f(theirs - base);
-            row_total = row_total * mine + SHUFFLE_XOR(row_total, other) * yours;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i)
-                sum[r][i] = sum[r][i] * mine + SHUFFLE_XOR(sum[r][i], other) * yours;
-            row_top = highest;
-        }
-        if (threadIdx.x % warpSize == 0) shared_top[wave][r] = row_top, shared_total[wave][r] = row_total;
-        if (threadIdx.x % warpSize < LANES)
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) shared[(wave * ROWS + r) * WIDTH + column(lane, i)] = sum[r][i];
+    if (lane % OF_ROW == 0) {
+        shared_top[group * ROWS + lane / OF_ROW] = top;
+        shared_total[group * ROWS + lane / OF_ROW] = total;
     }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i += 4)
+            *(Few<float, 4>*)(shared + (group * ROWS + r) * WIDTH + column(lane, i)) = four(sum[r] + i);
     __syncthreads();
+    const auto finish = [&](int r, int c, Joined row) {
+        const int nth = s.group.of(first_row + r), head = (kv_head - nth) * group_size + first_row + r;
+        const float sink = sinks ? sinks[head] * 1.44269504f : none(), highest = fmaxf(row.top, sink);
+        const float base = highest == none() ? 0.0f : highest, scale = exp2f(row.top - base);
+        const float weight = exp2f(sink - base) + row.total * power(-As::LIFT) * scale;
+        const float unit = (v_scale ? v_scale[kv_head * v_step] : 1.0f) * power(As::DROP - As::LIFT);
+        const float factor = weight == 0.0f ? 0.0f : scale / weight * unit;
+        Few<ELEMENT, 4> result;
+        result.clear();
+#pragma unroll
+        for (int e = 0; e < 4; ++e) result.set(e, From<ELEMENT>::value(row.sum[e] * factor));
+        ELEMENT* to = out + (token + nth) * at.out_token + head * at.out_head + c;
+        write(to, result, aligned<4>(to), 4, next);
+        if (lse && c == 0)
+            lse[head * at.lse_head + (token + nth) * at.lse_token] =
+                weight == 0.0f ? none() : (base + log2f(weight)) * 0.69314718f;
+    };
+    constexpr int FOURS = WIDTH / 4;  // of a row
     const bool alone = count == 1;
-    const i64 first_slot = (i64)pair * splits * ROWS;  // of this block's rows, a part's rows together
-    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
-        const int r = i / WIDTH, c = i % WIDTH, row = first_row + r, head = kv_head * s.group + row % s.group;
+    const i64 slot = (i64)pair * splits.divisor * ROWS;  // of this block's rows; a part's rows lie together
+    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
+        const int r = i / FOURS, c = i % FOURS * 4;
         if (!FULL && c >= s.width_v) continue;
-        const float sink = alone && sinks ? sinks[head] * 1.44269504f : none();
-        float highest = sink;
-        for (int w = 0; w < waves; ++w) highest = fmaxf(highest, shared_top[w][r]);
-        const float base = highest == none() ? 0.0f : highest;
-        float weight = exp2f(sink - base), result = 0.0f;
-        for (int w = 0; w < waves; ++w) {
-            const float scale = exp2f(shared_top[w][r] - base);
-            weight += shared_total[w][r] * scale;
-            result += shared[(w * ROWS + r) * WIDTH + c] * scale;
-        }
-        result = weight == 0.0f ? 0.0f : result / weight * (v_scale ? v_scale[kv_head * v_step] : 1.0f);
-        const float log = weight == 0.0f ? none() : base + log2f(weight);
+        const Joined row = join<8>(shared_top + r, shared_total + r, ROWS, shared + r * WIDTH + c, ROWS * WIDTH, GROUPS);
         if (alone) {
-            finish(out, lse, at, token + row / s.group, head, c, result, log);
+            finish(r, c, row);
         } else {
-            const i64 slot = first_slot + split * ROWS + r;
-            parts[slot * WIDTH + c] = result;
-            if (c == 0) parts_lse[slot] = log;
+            const i64 mine = slot + split * ROWS + r;
+            *(Few<float, 4>*)(parts + mine * WIDTH + c) = four(row.sum);
+            if (c == 0) parts_top[mine] = row.top, parts_total[mine] = row.total;
         }
     }
     if (alone) return;
@@ -299,62 +372,10 @@ attend(const ELEMENT* q, const STORED* k_pages, const STORED* v_pages, const int
     __syncthreads();
     if (!shared_last) return;
     __threadfence();
-    constexpr int FOURS = ROWS * WIDTH / 4, TEAMS = FOURS < THREADS ? THREADS / FOURS : 1, UNROLL = 16;
-    const int team = TEAMS > 1 ? threadIdx.x / FOURS : 0;
-    __shared__ float team_top[TEAMS * FOURS], team_total[TEAMS * FOURS];
-#pragma unroll
-    for (int four = threadIdx.x % (FOURS < THREADS ? FOURS : THREADS); four < FOURS; four += THREADS) {
-        const int r = four / (WIDTH / 4), c = four % (WIDTH / 4) * 4;
-        const float* from = parts + (first_slot + r) * WIDTH + c;
-        const float* logs = parts_lse + first_slot + r;
-        float top = none(), total = 0.0f, sum[4] = {};
-        for (int i = team; i < count; i += TEAMS * UNROLL) {
-            Few<float, 4> part[UNROLL];
-            float log[UNROLL], highest = top;
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const int nth = i + u * TEAMS;
-                const bool there = nth < count && r < rows && (FULL || c < s.width_v);
-                log[u] = there ? logs[nth * ROWS] : none();
-                part[u].clear();
-                if (there) part[u] = *(const Few<float, 4>*)(from + (i64)nth * ROWS * WIDTH);
-            }
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) highest = fmaxf(highest, log[u]);
-            const float base = highest == none() ? 0.0f : highest, shrink = exp2f(top - base);
-            top = highest, total *= shrink;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[e] *= shrink;
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const float weight = exp2f(log[u] - base);
-                total += weight;
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sum[e] += weight * part[u].get(e);
-            }
-        }
-        const int mine = team * FOURS + four;
-        team_top[mine] = top, team_total[mine] = total;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) shared[mine * 4 + e] = sum[e];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * WIDTH; i += THREADS) {
-        const int r = i / WIDTH, c = i % WIDTH, row = first_row + r, head = kv_head * s.group + row % s.group;
-        if (!FULL && c >= s.width_v) continue;
-        const float sink = sinks ? sinks[head] * 1.44269504f : none();
-        float highest = sink;
-#pragma unroll
-        for (int t = 0; t < TEAMS; ++t) highest = fmaxf(highest, team_top[t * FOURS + i / 4]);
-        const float base = highest == none() ? 0.0f : highest;
-        float weight = exp2f(sink - base), result = 0.0f;
-#pragma unroll
-        for (int t = 0; t < TEAMS; ++t) {
-            const float scale = exp2f(team_top[t * FOURS + i / 4] - base);
-            weight += team_total[t * FOURS + i / 4] * scale;
-            result += shared[t * FOURS * 4 + i] * scale;
-        }
-        finish(out, lse, at, token + row / s.group, head, c, weight == 0.0f ? 0.0f : result / weight,
-               weight == 0.0f ? none() : base + log2f(weight));
+    for (int i = threadIdx.x; i < rows * FOURS; i += THREADS) {
+        const int r = i / FOURS, c = i % FOURS * 4;
+        if (FULL || c < s.width_v)
+            finish(r, c, join<16>(parts_top + slot + r, parts_total + slot + r, ROWS, parts + (slot + r) * WIDTH + c,
+                                  ROWS * WIDTH, count));
     }
 }

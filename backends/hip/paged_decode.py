@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from portable.backends.hip.archs import FP8_NAMES, NAMES, on_gpus
@@ -17,10 +18,11 @@ from portable.layer import Layer, LayerTensors
 from portable.ragged import cdiv
 from portable.sets import ANY_SIZE, Sizes, multiple_of
 
+DIVIDE = "iIi"
 LOG2E = 1.4426950408889634
 OPEN = 2**31 - 1  # of a side of the window
 INVARIANT = 512  # keys of a part where results must not depend on the batch
-FEWEST_LANES = 32  # of a wave, of all devices
+LEAST = 64  # keys of a part: on an H100, 1,024 keys of one request took 10.8 us in parts of 32 and 9.2 in parts of 64
 OVERHEAD = 64  # keys that a block could read while it starts and ends
 
 
@@ -70,62 +72,82 @@ class Prepared:
     scaled: bool
     chunk: int  # least keys of a part
     splits: int  # most parts
+    numbers: tuple[int, ...]  # pairs, chunk and splits, as divisors
     parts: torch.Tensor | None  # [pairs, splits, rows, width] f32
-    parts_lse: torch.Tensor | None  # [pairs, splits, rows] f32, in units of log2
+    tops: torch.Tensor | None  # [pairs, splits, rows] f32: about the highest score, in units of log2
+    totals: torch.Tensor | None  # the same: sums of weights
     arrived: torch.Tensor | None  # [pairs] i32: parts that are done
 
 
-def cut_of(layer: Layer, queries: int) -> Cut:
+def cut_of(layer: Layer, queries: int, vendor: str) -> Cut:
     """For requests of up to so many query tokens."""
     most = layer.group * (1 if layer.batch_invariant else queries)
-    return cut_for(max(layer.qk_head_dim, layer.v_head_dim), min(most, 4))
+    widths = layer.qk_head_dim, layer.v_head_dim
+    wide = layer.kv_dtype.itemsize == 1 and not any(width % 16 for width in widths)
+    return cut_for(max(widths), most, vendor, wide)
 
 
-def cut_for(width: int, rows: int) -> Cut:
-    """For rows of up to so many elements, and blocks of at least so many rows."""
-    lanes = 8 if width <= 64 else 16 if width <= 128 else FEWEST_LANES
-    return Cut(lanes, 1, 8, 1 if rows == 1 else 2 if rows == 2 else 4, 2, 256, 2, 0)
+def cut_for(width: int, most: int, vendor: str, wide: bool = False) -> Cut:
+    """For rows of up to so many elements, and so many of them that share a key; wide: 16 bytes are 16 elements.
+
+    On an H100, us for 8 requests of 8,192 keys of 128: of 4 rows 103 with 8 elements a lane and 2 keys in flight; of 8
+    rows 127 with 16 and 4, and 129 in one block of 8 rows. Four keys of 16 elements take more registers than a gfx950
+    has for vectors (48 to 116 were spilled), so AMD has two.
+    """
+    rows = 1 if most == 1 else 2 if most == 2 else 4
+    width = 64 if width <= 64 else 128 if width <= 128 else 256
+    if wide and vendor == "amd":
+        return Cut(width // 16, 1, 16, rows, 2, 128, 3, 1)
+    if wide or (most >= 8 and vendor != "amd"):
+        vec = 16 if wide else 8
+        return Cut(width // 16, 16 // vec, vec, rows, 4, 128, 2, 1)
+    return Cut(width // 8, 1, 8, rows, 4 if rows == 1 else 2, 256, 2, 0)
 
 
 def prepare(segment: Segment, layer: Layer) -> Prepared:
     """Parts of as many keys as make the blocks that run at once end together: no length on the device is read."""
-    cut = cut_of(layer, segment.max_query_len)
+    target = target_of(segment.seq_lens)
+    cut = cut_of(layer, segment.max_query_len, target.vendor)
     row_blocks = cdiv(layer.group * segment.max_query_len, cut.rows)
     pairs = len(segment.seq_lens) * layer.num_kv_heads * row_blocks
     longest = segment.max_seq_len
     left = layer.window[0]
     if left is not None and segment.causal is True:
         longest = min(longest, left + segment.max_query_len)
-    places = cut.blocks * (target_of(segment.seq_lens).compute_units or 64)
+    places = cut.blocks * (target.compute_units or 64)
     if layer.batch_invariant:
         chunk, splits = INVARIANT, cdiv(longest, INVARIANT)
     elif not segment.exact:  # short requests are cut finer on the device
-        chunk, splits = cut.step, min(cdiv(longest, cut.step), places // max(1, pairs))
+        chunk = max(LEAST, cut.step)
+        splits = min(cdiv(longest, chunk), places // max(1, pairs))
     else:
         chunk = _chunk(segment.host_seq_lens.clip(max=longest), pairs, places, cut.step)
         splits = cdiv(longest, chunk)
     splits = max(1, splits)
-    parts = parts_lse = arrived = None
+    parts = tops = totals = arrived = None
     if splits > 1:
         parts = segment.seq_lens.new_empty((pairs, splits, cut.rows, cut.width), dtype=torch.float32)
-        parts_lse = parts.new_empty(parts.shape[:3])
+        tops, totals = (parts.new_empty(parts.shape[:3]) for _ in range(2))
         arrived = segment.seq_lens.new_zeros(pairs)
     scaled = layer.kv_dtype.itemsize == 1
-    return Prepared(cut, cut.rows, pairs, row_blocks, scaled, chunk, splits, parts, parts_lse, arrived)
+    numbers = *divide(max(1, pairs)), *divide(chunk), *divide(splits)
+    return Prepared(cut, cut.rows, pairs, row_blocks, scaled, chunk, splits, numbers, parts, tops, totals, arrived)
 
 
-def _chunk(lens: np.ndarray, pairs: int, places: int, step: int) -> int:
+def _chunk(lens: npt.NDArray[np.int32], pairs: int, places: int, step: int) -> int:
     """Keys of a part: of those that fill the places once to four times, the one that takes least time."""
     if not len(lens):
-        return step
-    each = pairs // len(lens)
+        return LEAST
+    each, longest = pairs // len(lens), int(lens.max())
     total, best, least = int(lens.sum()) * each, step, float("inf")
     for turns in range(1, 5):
-        chunk = max(step, cdiv(cdiv(total, turns * places), step) * step)
-        blocks = int(np.maximum(1, -(-lens // chunk)).sum()) * each
-        cost = cdiv(blocks, places) * (min(chunk, int(lens.max())) + OVERHEAD)
-        if cost < least:
-            best, least = chunk, cost
+        # all parts of one size, or the longest requests cut evenly
+        for keys in (cdiv(total, turns * places), cdiv(longest, max(1, turns * places // pairs))):
+            chunk = cdiv(max(keys, LEAST), step) * step
+            blocks = int(np.maximum(1, -(-lens // chunk)).sum()) * each
+            cost = cdiv(blocks, places) * (min(chunk, longest) + OVERHEAD)
+            if cost < least:
+                best, least = chunk, cost
     return best
 
 
@@ -141,7 +163,7 @@ def defines(
 @cache
 def _function(dtype: torch.dtype, kv_dtype: torch.dtype, cut: Cut, vector: bool, full: bool) -> Function:
     names = defines(dtype, kv_dtype, cut, vector, full)
-    return Function("paged_decode", "attend", "15Pq3i", "6q2Iq2Iq4iiIi1i2i2f2i", **names)
+    return Function("paged_decode", "attend", f"16Pqi{DIVIDE * 3}", f"6q2Iq2Iq2i{DIVIDE * 4}2i2f2i", **names)
 
 
 def attend(
@@ -172,7 +194,7 @@ def attend(
     known.launch(
         made.pairs * made.splits,
         *addresses(*_given(q, kv, segment, layer, tensors, out, lse)),
-        table.stride(0), made.pairs, made.chunk, made.splits,
+        table.stride(0), table.shape[1], *made.numbers,
     )  # fmt: skip
 
 
@@ -191,7 +213,7 @@ def _given(
         q, kv.k, kv.v, segment.block_table, segment.cu_seqlens_q, segment.seq_lens,
         segment.causal if isinstance(segment.causal, torch.Tensor) else None,
         tensors.k_scale if made.scaled else None, tensors.v_scale if made.scaled else None,
-        tensors.sinks if layer.sinks else None, out, lse, made.parts, made.parts_lse, made.arrived,
+        tensors.sinks if layer.sinks else None, out, lse, made.parts, made.tops, made.totals, made.arrived,
     )  # fmt: skip
 
 
@@ -220,7 +242,7 @@ def _launch(
     fixed = (
         *q.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
         k_page, k_offset, k_head, v_page, v_offset, v_head,
-        layer.num_heads, layer.group, *widths, *divide(k.shape[1]), made.row_blocks,
+        *widths, *divide(k.shape[1]), *divide(layer.group), *divide(layer.num_kv_heads), *divide(made.row_blocks),
         OPEN if left is None else left, 0 if segment.causal is True else OPEN if right is None else right,
         factor, softcap, _step(k_scale), _step(v_scale),
     )  # fmt: skip

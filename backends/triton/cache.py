@@ -30,7 +30,7 @@ TILES = {"nvidia": Tile(32, 4), "amd": Tile(64, 4)}
 @triton.jit
 def _address(page, offset, head, column, strides, PACKED_OFFSET: tl.constexpr, PACKED_COLUMN: tl.constexpr):
     """Elements from the start of the pool, int64: 65,536 pages of 32 KiB are past 2**31."""
-    row = page * strides[0] + (offset // PACKED_OFFSET) * strides[1] + head * strides[3]
+    row = page * strides[0] + (offset // PACKED_OFFSET) * strides[1] + head.to(tl.int64) * strides[3]
     if PACKED_OFFSET > 1:
         row += (offset % PACKED_OFFSET) * strides[2]
     inner = (column // PACKED_COLUMN) * strides[4]

@@ -48,6 +48,7 @@ def _copy(
         third = element // SIZES[3] % SIZES[2]
         second = element // (SIZES[3] * SIZES[2]) % SIZES[1]
         first = element // (SIZES[3] * SIZES[2] * SIZES[1])
+        first, second, third = first.to(tl.int64), second.to(tl.int64), third.to(tl.int64)
         s, t = source_strides, target_strides
         come_at = come * s[0] + (first * s[1] + second * s[2] + third * s[3] + last * s[4])
         go_at = go * t[0] + (first * t[1] + second * t[2] + third * t[3] + last * t[4])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from portable.layer import Layer
 from portable.platform.target import Target
@@ -64,8 +64,20 @@ def tile_of(target: Target, layer: Layer, block_m: int, few: bool = False) -> Ti
     if layer.window[0] is None and layer.kv_dtype.itemsize > 1:  # of fp8 they took 94 us, not 64, for 8x8k
         # measured on an H100, us beside those of 64 keys, 4 warps, 4 stages, 2 programs
         if row <= 256:  # d64: 8x8k 56.1 and 58.0, 256x8k 1455 and 1506, but 64x1k 56.5 and 54.6
-            return Tile(block_n=128, num_warps=4, num_stages=4, programs=2)
+            return fitting(Tile(block_n=128, num_warps=4, num_stages=4, programs=2), target, layer, block_m)
         # d128: 1x8k 18.9 and 19.9, 8x8k 100.8 and 102.4; two stages of 512 bytes, which rows of 320 are padded to, fit
         if few and row <= 512 and target.shared_memory > 2 * 128 * 512:
             return Tile(block_n=128, num_warps=8, num_stages=3, programs=1)
-    return Tile(block_n=64 if row <= 512 else 32 if row <= 1024 else 16, num_warps=4, num_stages=4, programs=2)
+    block_n = 64 if row <= 512 else 32 if row <= 1024 else 16
+    return fitting(Tile(block_n=block_n, num_warps=4, num_stages=4, programs=2), target, layer, block_m)
+
+
+def fitting(tile: Tile, target: Target, layer: Layer, block_m: int) -> Tile:
+    """The tile, with one copy fewer in flight where shared memory does not hold all of them beside the queries.
+
+    The 99 KiB of an sm86, sm89 or sm120 hold two copies of 64 keys of d128, not three: 104,448 bytes.
+    """
+    row = (layer.qk_head_dim + layer.v_head_dim) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
+    queries = block_m * (layer.qk_head_dim + tile.block_n) * layer.dtype.itemsize  # and their weights
+    taken = (tile.num_stages - 1) * tile.block_n * row + queries
+    return tile if taken <= target.shared_memory else replace(tile, num_stages=tile.num_stages - 1)

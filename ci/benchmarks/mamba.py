@@ -184,7 +184,7 @@ def peer_update(problem: Problem, pool: torch.Tensor, rows: torch.Tensor) -> Cal
 
 
 def copied(device: str, layers: int) -> tuple[int, dict[str, Calls], torch.Tensor]:
-    """Bytes moved, the contestants and a pool of copies in two groups: of every second layer, each with own pairs."""
+    """Bytes, the contestants and what they write in one pool: states of two groups of layers, each by its own pairs."""
     layer = LAYERS["80 heads, 1 group"]
     pools = [pool.normal_() for _ in range(layers) for pool in allocate_states(layer, 3 * COPIES, device)]
     groups, each = (pools[: 2 * cdiv(layers, 2)], pools[2 * cdiv(layers, 2) :]), torch.arange(COPIES, device=device)
@@ -201,7 +201,7 @@ def copied(device: str, layers: int) -> tuple[int, dict[str, Calls], torch.Tenso
         "portable": lambda: [partial(run, groups, copies, cu_copies)],
         "a pool at a time": lambda: [one_by_one],
     }
-    return 2 * COPIES * sum(pool[0].nbytes for pool in pools), calls, pools[0]
+    return 2 * COPIES * sum(pool[0].nbytes for pool in pools), calls, pools[0][COPIES : 2 * COPIES]
 
 
 def sections(device: str, tokens: int, peers: bool) -> Iterator[tuple[str, int, list[Job]]]:
@@ -229,8 +229,8 @@ def sections(device: str, tokens: int, peers: bool) -> Iterator[tuple[str, int, 
         moved = 4 * problem.mixed.numel() + (4 * pool.numel() if count == BATCH else 0)
         calls = {"portable": lambda run=run: [run]}  # type: ignore[misc]
         yield f"conv1d {'1x' if count == tokens else 'update batch '}{count}", moved, jobs(calls, problem, out)
-    moved, copying, pool = copied(device, max(1, tokens // 1024))
-    yield f"copy {COPIES} states of {max(1, tokens // 1024)} layers", moved, jobs(copying, problem, pool)
+    moved, copying, written = copied(device, max(1, tokens // 1024))
+    yield f"copy {COPIES} states of {max(1, tokens // 1024)} layers", moved, jobs(copying, problem, written)
     for lens in ([tokens], [tokens // 16] * 16):
         for name, layer in LAYERS.items():
             problem = Problem(layer, tokens, device)

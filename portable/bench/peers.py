@@ -92,8 +92,8 @@ def flashinfer(problem: Problem, package: Any) -> Call | None:
     left = -1 if layer.window[0] is None else layer.window[0]
     how = {"sm_scale": layer.scale, "window_left": left, "q_data_type": layer.dtype, "kv_data_type": layer.kv_dtype}
     made = []
+    space = torch.empty(WORKSPACE, dtype=torch.uint8, device=problem.device)  # of one call after the other
     for i in range(len(problem.rotations)):
-        space = torch.empty(WORKSPACE, dtype=torch.uint8, device=problem.device)
         if work.page_size is None:
             wrapper = package.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
             cu = problem.cu_seqlens_q

@@ -10,13 +10,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import asdict
 from typing import IO, Any
 
 from portable.conformance import report
-from portable.conformance.features import probes
-from portable.conformance.outcomes import FAILED, judged, on
+from portable.conformance.features import Scope, probes
+from portable.conformance.outcomes import FAILED, Judge, on
 from portable.kernel import Kernel
 from portable.platform.target import Target
 
@@ -29,27 +30,29 @@ Heard = Callable[[Kernel, "Cell | None"], None]
 
 
 def rows(
-    kernels: Sequence[Kernel], target: Target, device: str, pairs: int, full: bool, jobs: int, each: float, heard: Heard
+    kernels: Sequence[Kernel], target: Target, device: str, scope: Scope, jobs: int, each: float, heard: Heard
 ) -> Iterator[dict[str, Any]]:
-    """The entries of kernels in a document, `jobs` processes at a time; `each`: seconds that a cell may take."""
+    """The entries of kernels in a document as they end, `jobs` processes at a time; a cell may take `each` seconds."""
 
     def one(kernel: Kernel) -> dict[str, Any]:
+        made = entry(kernel, target, device, scope, each, lambda cell: heard(kernel, cell))
         heard(kernel, None)
-        return entry(kernel, target, device, pairs, full, each, lambda cell: heard(kernel, cell))
+        return made
 
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(one, kernels)
+        for done in as_completed([pool.submit(one, kernel) for kernel in kernels]):
+            yield done.result()
 
 
 def entry(
-    kernel: Kernel, target: Target, device: str, pairs: int, full: bool, each: float, heard: Callable[[Cell], None]
+    kernel: Kernel, target: Target, device: str, scope: Scope, each: float, heard: Callable[[Cell], None]
 ) -> dict[str, Any]:
     """One kernel's, from as many processes as it takes."""
     cells: list[Cell] = []
     endings, seconds = 0, 0.0
     while True:
         asked, ended = None, ""
-        for kind, said in _process([device, kernel.name, str(pairs), str(int(full)), str(len(cells))], each):
+        for kind, said in _process([device, kernel.name, json.dumps(asdict(scope)), str(len(cells))], each):
             if kind == "cell":
                 cells.append(said)
                 heard(said)
@@ -79,7 +82,7 @@ def answer(arguments: Sequence[str]) -> None:
     from portable.conformance.diagnosis import remembering
     from portable.platform.detect import detect
 
-    device, name, pairs, full, begin = arguments
+    device, name, scope, begin = arguments
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
 
@@ -88,14 +91,14 @@ def answer(arguments: Sequence[str]) -> None:
 
         target = detect(device)
         kernel = next(kernel for kernel in load_kernels() if kernel.name == name)
-        start = time.perf_counter()
+        start, judge = time.perf_counter(), Judge(kernel, target)
         with on(target), remembering():
-            for number, probe in enumerate(probes(kernel, target, int(pairs), bool(int(full)))):
+            for number, probe in enumerate(probes(kernel, target, Scope(**json.loads(scope)))):
                 if number < int(begin):
                     continue
                 case = None if probe.case is None else report.spelled(probe.case)
                 say("asks", {"group": probe.group, "value": probe.value, "case": case})
-                say("cell", report.of_outcome(judged(kernel, probe, target), report.proof_of(target)))
+                say("cell", report.of_outcome(judge(probe), report.proof_of(target)))
         say("done", time.perf_counter() - start)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from portable.conformance.cells import Case
-from portable.conformance.faults import LN2, another, read
+from portable.conformance.faults import LN2
 from portable.conformance.inputs import (
     as_stored,
     blank_pages,
@@ -29,6 +29,7 @@ from portable.conformance.inputs import (
     untouched,
 )
 from portable.conformance.measure import LSE_TOLERANCE, Departure, error, require, tolerance, within
+from portable.conformance.reading import another, read
 from portable.kernel import KV, Kernel
 from portable.layer import LayerTensors
 
@@ -155,9 +156,8 @@ def differing(got: list[torch.Tensor], right: list[torch.Tensor]) -> int:
 def pages_after(case: Case, num_pages: int, device: str, stored: KV, slots: torch.Tensor) -> list[torch.Tensor]:
     """The memory of a blank pool after rows were written to the slots that are in it."""
     kv = pool(case, num_pages, device)
-    for token, slot in enumerate(slots.tolist()):
-        if 0 <= slot < num_pages * (case.page_size or 1):
-            put(case, kv, slot, stored, token)
+    live = (slots >= 0) & (slots < num_pages * (case.page_size or 1))
+    put(case, kv, slots[live], each(stored, lambda part: part[: len(slots)][live]))
     return memory(kv)
 
 

@@ -91,9 +91,10 @@ NAMES: Mapping[str, Callable[[Any], str]] = {  # of the values that do not name 
     "lens": lambda name: name.replace("_", " "),
     "pages": lambda name: name.replace("_", " "),
     "step": str,
+    "joined": lambda joined: "one tensor" if joined else "two tensors",
     "slots": lambda name: name.replace("_", " "),
     "parts": lambda count: f"{count} parts",
-    "mamba1": lambda shape: "-" if shape is None else "x".join(map(str, shape)),
+    "mamba1": lambda shape: "x".join(map(str, shape)),
     "mamba2": lambda shape: "x".join(map(str, shape)),
 }
 OPTIONAL = frozenset(  # axes whose first value is what a kernel does without the feature
@@ -123,8 +124,23 @@ class Probe:
     fault: str = ""  # what is wrong before anything runs
 
 
-def probes(kernel: Kernel, target: Target, pairs: int = 12, full: bool = False) -> Iterator[Probe]:
-    """Every cell of a kernel's row, `pairs` combined cases behind them; nothing for another device's kernel.
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How much is asked of a kernel."""
+
+    pairs: int = 12  # cases that combine features, behind each feature on its own
+    full: bool = False  # on a GPU, lengths to 32k as well
+    features: tuple[str, ...] = ()  # only these groups or values; none: all
+
+    def holds(self, group: str, value: str) -> bool:
+        return not self.features or group in self.features or value in self.features
+
+
+QUICK, FULL = Scope(), Scope(pairs=40, full=True)
+
+
+def probes(kernel: Kernel, target: Target, scope: Scope = QUICK) -> Iterator[Probe]:
+    """Every cell of a kernel's row; nothing for another device's kernel.
 
     >>> from portable.backends.reference import KERNELS
     >>> from portable.platform.detect import detect
@@ -134,27 +150,33 @@ def probes(kernel: Kernel, target: Target, pairs: int = 12, full: bool = False) 
     if not cells.runs_on(kernel, target):
         return
     op = kernel.caps.op
-    axes = wide_axes(kernel, target, full)
+    axes = wide_axes(kernel, target, scope.full)
 
     def why(cell: Cell) -> tuple[str, ...] | None:
         case = case_of(op, cell)
         return None if case is None else kernel.why_not(target, case.layer, case.needs())
 
     base = cells.first(axes, lambda cell: why(cell) == ())
-    if base is None:
-        nothing = why({name: values[0] for name, values in axes.items()})
-        yield Probe(PAIRS, "any", reasons=nothing or ("it serves no case of the contract",))
+    if base is None:  # a kernel of a few shapes, which it has to declare
+        shapes = list(cells.cases(kernel, target, 0))
+        if not shapes:
+            nothing = why({name: values[0] for name, values in axes.items()}) or ("nothing fits",)
+            yield Probe(PAIRS, "any", fault=f"it serves no case of the contract: {'; '.join(nothing)}")
+        yield from (Probe(PAIRS, str(number), case) for number, case in enumerate(shapes, 1))
         return
     if "lse" in base and why({**base, "lse": True}) == ():
         base["lse"] = True  # looked at wherever the kernel has one
     for axis, values in axes.items():
-        made = [_probe(op, axis, value, nearest(axes, base, axis, value, why), why) for value in values]
-        yield from _kept(kernel, axis, made[1:] if axis in OPTIONAL else made)
+        kept = [value for value in values[axis in OPTIONAL :] if not (axis == "mamba1" and value is None)]
+        asked = [v for v in kept if scope.holds(GROUPS.get(axis, CALL), named(axis, v))]
+        made = [_probe(op, axis, value, nearest(axes, base, axis, value, why), why) for value in asked]
+        yield from _kept(kernel, axis, made)
     plain = case_of(op, base)
     assert plain is not None
-    yield from of_laws(kernel, target, plain)
-    for number, case in enumerate(cells.cases(kernel, target, pairs), 1):
-        yield Probe(PAIRS, str(number), case)
+    yield from (probe for probe in of_laws(kernel, target, plain) if scope.holds(CALL, probe.value))
+    if scope.holds(PAIRS, PAIRS):
+        for number, case in enumerate(cells.cases(kernel, target, scope.pairs), 1):
+            yield Probe(PAIRS, str(number), case)
 
 
 def _side(keys: int | None) -> str:

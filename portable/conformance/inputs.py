@@ -57,12 +57,10 @@ def build(kernel: Kernel, case: Case, device: str, attempt: int = 0, blank: floa
         kv = each(stored, lambda part: strided(part, case.strided, device))
     else:
         table, num_pages = block_table(case)
-        kv, key = blank_pages(case, num_pages, device, blank), 0
-        for r, (_, length) in enumerate(case.lens):
-            for position in range(length):
-                page = int(table[r, position // case.page_size])
-                put(case, kv, page * case.page_size + position % case.page_size, stored, key)
-                key += 1
+        kv = blank_pages(case, num_pages, device, blank)
+        places = [torch.arange(length) for _, length in case.lens]
+        pages = [table[r, at // case.page_size].long() for r, at in enumerate(places)]
+        put(case, kv, torch.cat(pages) * case.page_size + torch.cat(places) % case.page_size, stored)
         table = strided(table, case.strided, device)
     k = worth(stored.k, tensors.k_scale, device)
     k = k if stored.v is not None else k[:, None]
@@ -134,18 +132,19 @@ def blank_pages(case: Case, num_pages: int, device: str, blank: float = torch.na
     return KV(k[..., :k_dim], v[..., :v_dim])
 
 
-def put(case: Case, kv: KV, slot: int, rows: KV, token: int) -> None:
-    """One token's rows into their slot, as the layouts are defined."""
-    page, offset = divmod(slot, case.page_size or 1)
-    layout = case.layer.cache_layout
+def put(case: Case, kv: KV, slots: torch.Tensor, rows: KV) -> None:
+    """Rows into their slots [n], as the layouts are defined."""
+    layout, size = case.layer.cache_layout, case.page_size or 1
     for part, pages, new in zip("kv", kv, rows, strict=True):
         if pages is None or new is None:
             continue
-        row = new[token].to(pages.device)
+        if pages.dtype.itemsize == 1:  # copied as bytes: not every device indexes 8-bit floats
+            pages, new = pages.view(torch.uint8), new.view(torch.uint8)
+        page, offset, row = slots.to(pages.device) // size, slots.to(pages.device) % size, new.to(pages.device)
         if layout == "strided":
             pages[page, offset] = row
         elif part == "k":
-            pages[page, :, :, offset, :] = row.reshape(row.shape[0], -1, pages.shape[-1])
+            pages[page, :, :, offset, :] = row.unflatten(-1, (-1, pages.shape[-1]))
         elif layout == "k_packed":
             pages[page, :, :, offset] = row
         else:

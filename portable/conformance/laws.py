@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
 
 from portable.conformance import contract
-from portable.conformance.cells import LENS, MORE, Case, Lens
-from portable.conformance.inputs import Inputs, block_table, build, each, segment
+from portable.conformance.cells import LENS, LONG, MORE, Case, Lens
+from portable.conformance.inputs import Inputs, block_table, build, each, segment, storage_of
 from portable.conformance.measure import Departure, require
 from portable.conformance.oracle import expected, size_of
 from portable.kernel import ATTENTION, GraphLevel, Kernel, Op
@@ -53,6 +54,9 @@ def asked(law: Law, kernel: Kernel, case: Case, target: Target) -> tuple[Case, t
     paged = op in (Op.PAGED, Op.MLA_DECODE)
     if law is Law.DEVICE:
         return (case, ()) if len(others(target)) else "this machine has one device"
+    if law is Law.REPLAY and not paged:
+        refused = kernel.why_not(target, layer, replace(case.needs(), graph=GraphLevel.SINGLE))
+        return "this device has no graphs" if target.device == "cpu" else (case, refused)
     if op not in ATTENTION or (law is not Law.BATCH and not paged):
         return None
     if law is Law.FAR and target.emulated:
@@ -63,7 +67,7 @@ def asked(law: Law, kernel: Kernel, case: Case, target: Target) -> tuple[Case, t
         case = replace(case, layer=replace(layer, batch_invariant=True))
     elif law is Law.REPLAY:
         graph = max(GraphLevel.SINGLE, kernel.caps.graph_level)
-        many = (STEPS[graph],)
+        many = (STEPS[graph], *(LONG.values() if graph > GraphLevel.UNIFORM else ()))
     pages = pages_of(case) if law is Law.FAR else None
     reasons: tuple[str, ...] = ()
     for lens in (case.lens, *many) if law is not Law.REPLAY else many:
@@ -81,6 +85,8 @@ def check(law: Law, kernel: Kernel, case: Case, target: Target) -> set[str]:
         return contract.check(kernel, case, target.device)
     if law is Law.DEVICE:
         return contract.check(kernel, case, others(target)[0])
+    if law is Law.REPLAY and kernel.caps.op not in (Op.PAGED, Op.MLA_DECODE):
+        return contract.check(replace(kernel, run=captured(kernel.run, target.device)), case, target.device)
     checks: Mapping[Law, Callable[[Kernel, Case, str], None]] = {
         Law.BATCH: check_batch,
         Law.BOUNDS: check_bounds,
@@ -234,6 +240,39 @@ def replaying(step: Callable[[], None], device: str) -> Iterator[Callable[[], No
         step()
     yield graph.replay
     torch.accelerator.synchronize()
+
+
+def captured(run: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """The same function as a graph that is captured with its arguments and replayed once."""
+
+    def again(*given: Any) -> Any:
+        memory = list(
+            {each.untyped_storage().data_ptr(): storage_of(each, torch.uint8) for each in tensors_in(given)}.values()
+        )
+        before, returned = [each.clone() for each in memory], list[Any]()
+
+        def step() -> None:
+            returned.append(run(*given))
+
+        with replaying(step, device) as replay:
+            for each, old in zip(memory, before, strict=True):
+                each.copy_(old)  # what the calls before the capture wrote
+            replay()
+        return returned[-1]
+
+    return again
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested sequences and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from tensors_in(getattr(value, f.name))
 
 
 def pages_of(case: Case) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from portable.conformance import diagnosis, laws
 from portable.conformance.cells import Case
-from portable.conformance.features import Probe, probes
+from portable.conformance.features import QUICK, Probe, Scope, probes
 from portable.conformance.laws import Law
 from portable.conformance.measure import Departure, Figure, recorded
 from portable.kernel import Kernel
@@ -54,11 +54,10 @@ class Row:
 def row(
     kernel: Kernel,
     target: Target,
-    pairs: int = 12,
-    full: bool = False,
+    scope: Scope = QUICK,
     advance: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Row:
-    """Every cell of a kernel on a target; the same case is run once.
+    """Every cell of a kernel on a target.
 
     >>> from portable.backends.reference import KERNELS
     >>> from portable.platform.detect import detect
@@ -66,20 +65,28 @@ def row(
     >>> found.status, found.count("failed")
     ('parity', 0)
     """
-    start, outcomes = time.perf_counter(), list[Outcome]()
-    known: dict[tuple[Case | None, Law], Outcome] = {}
+    start, judge, outcomes = time.perf_counter(), Judge(kernel, target), []
     with on(target), diagnosis.remembering():
-        for probe in probes(kernel, target, pairs, full):
-            runs = probe.case is not None and not (probe.reasons or probe.fault)
-            if runs and (probe.case, probe.law) in known:
-                outcome = replace(known[probe.case, probe.law], group=probe.group, value=probe.value)
-            else:
-                outcome = judged(kernel, probe, target)
-                if runs:
-                    known[probe.case, probe.law] = outcome
-            outcomes.append(outcome)
-            advance(outcome)
+        for probe in probes(kernel, target, scope):
+            outcomes.append(judge(probe))
+            advance(outcomes[-1])
     return Row(kernel, tuple(outcomes), time.perf_counter() - start)
+
+
+class Judge:
+    """What becomes of a kernel's cells; a case that several cells have is run once."""
+
+    def __init__(self, kernel: Kernel, target: Target) -> None:
+        self.kernel, self.target = kernel, target
+        self._known: dict[tuple[Case | None, Law], Outcome] = {}
+
+    def __call__(self, probe: Probe) -> Outcome:
+        if probe.case is None or probe.reasons or probe.fault or probe.absent:
+            return judged(self.kernel, probe, self.target)
+        key = (probe.case, probe.law)
+        if key not in self._known:
+            self._known[key] = judged(self.kernel, probe, self.target)
+        return replace(self._known[key], group=probe.group, value=probe.value)
 
 
 def judged(kernel: Kernel, probe: Probe, target: Target) -> Outcome:
@@ -122,11 +129,11 @@ def on(target: Target) -> AbstractContextManager[object]:
 def rows(
     kernels: Iterable[Kernel],
     target: Target,
-    pairs: int,
-    full: bool,
+    scope: Scope,
     advance: Callable[[Kernel, Outcome | None], None],
 ) -> Iterator[Row]:
-    """A row for each kernel; `advance` hears of each cell, and of each kernel as it begins."""
+    """A row for each kernel; `advance` hears of each cell, and of each kernel at its end."""
     for kernel in kernels:
+        made = row(kernel, target, scope, partial(advance, kernel))
         advance(kernel, None)
-        yield row(kernel, target, pairs, full, partial(advance, kernel))
+        yield made

@@ -17,29 +17,52 @@ from portable.platform.target import Target
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
-def page(found: Mapping[str, Any]) -> str:
-    """The page of a document of `portable.conformance.report`; needs jinja2 and matplotlib.
-
-    Raises:
-        ImportError: one of them is not installed.
-    """
+def needs() -> None:
+    """Raise an ImportError that says what to install unless jinja2 and matplotlib are here."""
     for name in ("jinja2", "matplotlib"):
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise ImportError(f"--html needs {name}; pip install 'portable-attention[conformance]'") from error
+
+
+def page(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The page of a document of `portable.conformance.report`, with the kernels of other documents beside its own.
+
+    A kernel of another document counts while its source is the same as here; one that is not here counts as it is.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+    """
+    needs()
+    kernels = [*placed(found, {}), *(k for other in others for k in placed(other, sources(found)))]
     jinja2 = importlib.import_module("jinja2")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     made: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
         device=spell_target(Target(**found["target"])),
-        operations=list(operations(found["kernels"])),
-        failed=[kernel for kernel in found["kernels"] if kernel["status"] == "failed"],
+        kernels=kernels,
+        counts={s: sum(cell["status"] == s for kernel in kernels for cell in kernel["cells"]) for s in STATUSES},
+        places=list(dict.fromkeys(kernel["place"] for kernel in kernels)),
+        operations=list(operations(kernels)),
+        failed=[kernel for kernel in kernels if kernel["status"] == "failed"],
         statuses=STATUSES,
         why=why,
-        plot=importlib.import_module("markupsafe").Markup(errors(found["kernels"])),
+        plot=importlib.import_module("markupsafe").Markup(errors(kernels)),
     )
     return made
+
+
+def sources(found: Mapping[str, Any]) -> dict[str, str | None]:
+    return {kernel["name"]: kernel["source"] for kernel in found["kernels"]}
+
+
+def placed(found: Mapping[str, Any], known: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
+    """The kernels of a document with where they ran, less those whose source is another than the known one."""
+    place = f"{found['target']['arch']}, {found['proof']}"
+    for kernel in found["kernels"]:
+        if known.get(kernel["name"], kernel["source"]) == kernel["source"]:
+            yield {**kernel, "place": place, "proof": found["proof"]}
 
 
 def operations(kernels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

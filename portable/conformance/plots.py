@@ -11,6 +11,12 @@ LEAST, MOST = 1e-5, 1e3  # errors in tolerances; below is drawn as exact, above 
 GOOD, BAD = "#1a7f45", "#c62828"
 
 
+def names(kernel: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]]) -> str:
+    """A kernel's name, and where it ran where another row has the same name."""
+    alone = sum(other["name"] == kernel["name"] for other in kernels) == 1
+    return str(kernel["name"]) if alone else f"{kernel['name']}, {kernel['place']}"
+
+
 def errors(kernels: Sequence[Mapping[str, Any]]) -> str:
     """Each comparison of each kernel, its error in units of its tolerance; empty where nothing was compared."""
     shown = [kernel for kernel in kernels if any(cell["figures"] for cell in kernel["cells"])]
@@ -32,7 +38,7 @@ def errors(kernels: Sequence[Mapping[str, Any]]) -> str:
         axes.set_xticks([LEAST, 1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100, MOST])
         axes.set_xticklabels(["exact", "1e-4", "1e-3", "0.01", "0.1", "tolerance", "10", "100", "1000 +"])
         axes.set_yticks(range(len(shown)))
-        axes.set_yticklabels([kernel["name"] for kernel in shown], parse_math=False)
+        axes.set_yticklabels([names(kernel, kernels) for kernel in shown], parse_math=False)
         axes.minorticks_off()
         axes.grid(axis="x", color="#ddd", linewidth=0.6)
         axes.set_axisbelow(True)

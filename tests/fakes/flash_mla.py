@@ -117,7 +117,9 @@ def module(build: Build | None = None) -> ModuleType:
         """vLLM's, which writes to a dense `out` of its own shape."""
         got, lse = flash_mla_with_kvcache(*given, **named)
         if out is not None:
-            need(out.shape == got.shape and out.dtype == got.dtype and out.is_contiguous(), "out")
+            grouped = len(got), 1, got.shape[1] * got.shape[2], got.shape[3]  # whatever its docstring says
+            need(out.shape == grouped or got.shape[1] == 1, "out must have shape (batch_size, num_heads, ...)")
+            need(out.dtype == got.dtype and out.is_contiguous(), "out")
             got = out.copy_(got)
         return got, lse
 

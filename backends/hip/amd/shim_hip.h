@@ -10,10 +10,16 @@
 #define SHUFFLE_XOR(value, lanes) __shfl_xor(value, lanes)
 #define SHUFFLE(value, lane, width) __shfl(value, lane, width)
 #define ANY(condition) __any(condition)
+#define HALF_TO_FLOAT(bits) ((float)__builtin_bit_cast(_Float16, bits))
+#define FLOAT_TO_HALF(x) __builtin_bit_cast(unsigned short, (_Float16)(x))
 #else
 #define SHUFFLE_XOR(value, lanes) __shfl_xor_sync(~0u, value, lanes)
 #define SHUFFLE(value, lane, width) __shfl_sync(~0u, value, lane, width)
 #define ANY(condition) __any_sync(~0u, condition)
+extern "C" __device__ float __nv_half2float(unsigned short);  // of libdevice, which every compiler brings: one
+extern "C" __device__ unsigned short __nv_float2half_rn(float);  // instruction each
+#define HALF_TO_FLOAT(bits) __nv_half2float(bits)
+#define FLOAT_TO_HALF(x) __nv_float2half_rn(x)
 #endif
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
@@ -35,7 +41,7 @@ struct Divide {
     __device__ __forceinline__ int of(int n) const { return (int)(__umulhi(2u * n, magic) >> shift); }
 };
 
-// A binary format of up to 16 bits. Values beyond the largest become infinite, or that largest where it SATURATES.
+// A binary format of 8 bits. Values beyond the largest become infinite, or that largest where it SATURATES.
 // "fnuz" has no -0, whose code is its NaN. A code of 0 for INFINITY: the format has none.
 template <typename Bits, int MANTISSA, int BIAS, u32 LARGEST, u32 INFINITY_CODE, u32 NAN_CODE, bool SATURATES>
 struct Format {
@@ -73,7 +79,7 @@ typedef Format<u8, 3, 7, 0x7e, 0, 0x7f, true> e4m3fn;
 typedef Format<u8, 3, 8, 0x7f, 0, 0x80, true> e4m3fnuz;
 typedef Format<u8, 2, 15, 0x7b, 0x7c, 0x7f, true> e5m2;
 typedef Format<u8, 2, 16, 0x7f, 0, 0x80, true> e5m2fnuz;
-typedef Format<u16, 10, 15, 0x7bff, 0x7c00, 0x7e00, false> fp16;
+struct fp16 { u16 bits; };
 struct bf16 { u16 bits; };
 
 template <typename T> struct Bits {
@@ -87,6 +93,7 @@ template <> struct Bits<float> {
 
 template <typename T> DEVICE float to_float(T x) { return T::decode(x); }
 template <> __device__ __forceinline__ float to_float(float x) { return x; }
+template <> __device__ __forceinline__ float to_float(fp16 x) { return HALF_TO_FLOAT(x.bits); }
 template <> __device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 
 template <typename T> struct From {
@@ -94,6 +101,9 @@ template <typename T> struct From {
 };
 template <> struct From<float> {
     DEVICE float value(float x) { return x; }
+};
+template <> struct From<fp16> {
+    DEVICE fp16 value(float x) { return {FLOAT_TO_HALF(x)}; }
 };
 template <> struct From<bf16> {
     DEVICE bf16 value(float x) {

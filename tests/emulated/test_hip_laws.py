@@ -1,0 +1,102 @@
+"""What the C++ paged decode promises beyond one call: bits in any batch, lengths of the device, replays; many parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import portable
+from portable.backends.hip import KERNELS, launch
+from portable.backends.hip.paged_decode import LEAST, _chunk, prepare
+from portable.conformance import cells, contract, laws
+from portable.conformance.inputs import build
+from portable.platform.emulated import activate
+
+pytest.importorskip("triton")
+
+(KERNEL,) = (kernel for kernel in KERNELS if kernel.name == "hip.paged_decode")
+TARGET = portable.detect("emulated:gfx942")
+CASES = list(cells.cases(KERNEL, TARGET))
+
+
+@pytest.mark.parametrize("law", [laws.Law.BATCH, laws.Law.BOUNDS, laws.Law.REPLAY], ids=str)
+def test_laws(law: laws.Law):
+    shown = 0
+    with activate("gfx942"):
+        for case in CASES[:: 16 if law is laws.Law.BATCH else 8]:
+            if law is laws.Law.REPLAY and isinstance(case.causal, tuple):
+                continue  # which request is causal is no part of what a replay changes
+            asked = laws.asked(law, KERNEL, case, TARGET)
+            if isinstance(asked, tuple) and not asked[1]:
+                laws.check(law, KERNEL, asked[0], TARGET)
+                shown += 1
+    assert shown >= 3
+
+
+def test_layers_of_a_step_share_what_is_prepared():
+    """Each call leaves the counters of parts as it found them, so the next layer's parts are joined as well."""
+    case = next(case for case in CASES if case.lens == cells.LENS["long_decode"])
+    with activate("gfx942"):
+        inputs = build(KERNEL, case, "cpu")
+        assert inputs.segment.prepared.splits > 1
+        first, second = (contract.call(KERNEL, case, inputs)[0].clone() for _ in range(2))
+        assert torch.equal(first, second) and not inputs.segment.prepared.arrived.any()
+
+
+@pytest.mark.parametrize("lens", [[1000] * 8, [7, 1, 30000, 400], [1], [131072] * 2, [16] * 500])
+@pytest.mark.parametrize("step", [32, 64])
+def test_parts_are_whole_turns_and_fill_the_device(lens: list[int], step: int):
+    """There are at most four times as many parts as run at once, beside one that each request begins."""
+    places, heads = 264, 8
+    chunk = _chunk(np.array(lens, np.int32), len(lens) * heads, places, step)
+    blocks = sum(-(-n // chunk) for n in lens) * heads
+    least = max(step, LEAST)
+    assert chunk % step == 0 and chunk >= least
+    assert blocks <= 4 * places + len(lens) * heads
+    assert chunk == least or blocks * 4 > places  # no device is left idle for fewer parts
+
+
+def test_a_step_of_bounds_is_cut_on_the_device():
+    case = next(case for case in CASES if case.lens == cells.LENS["long_decode"])
+    with activate("gfx942"):
+        made = replace(build(KERNEL, case, "cpu").segment, exact=False, max_seq_len=1 << 20)
+        prepared = prepare(made, case.layer)
+    places = prepared.cut.blocks * (TARGET.compute_units or 64)
+    assert prepared.chunk == max(LEAST, prepared.cut.step) and places // 2 < prepared.splits * prepared.pairs <= places
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("flavour", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=lambda dtype: str(dtype)[6:])
+def test_a_nan_byte_of_a_key_that_is_seen_is_not_a_number(flavour: torch.dtype, part: str):
+    given = next(c for c in CASES if c.layer.kv_dtype == flavour and c.layer.num_kv_heads > 1)
+    layer = replace(given.layer, window=(None, None), causal=True)
+    case = replace(given, layer=layer, causal=True, pages="nhd", lens=cells.LENS["extend"])
+    with activate("gfx942"):
+        inputs = build(KERNEL, case, "cpu")
+        table, pages = inputs.segment.block_table, getattr(inputs.kv, part)
+        request = max(range(len(case.lens)), key=lambda r: case.lens[r][1] * (case.lens[r][0] > 0))
+        assert table is not None
+        byte = 0x80 if flavour == torch.float8_e4m3fnuz else 0xFF
+        pages.view(torch.uint8)[int(table[request, 0]), 0, 0, 3] = byte
+        out = contract.call(KERNEL, case, inputs)[0]
+    first = sum(queries for queries, _ in case.lens[:request])
+    mine = out[first : first + case.lens[request][0], : case.layer.group]
+    assert mine.isnan().all() if part == "k" else mine[..., 3].isnan().all()
+    assert not out[:, case.layer.group :].isnan().any() and not out[:first].isnan().any()
+
+
+def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PORTABLE_DEVICE", "emulated:gfx942")
+    layer = portable.Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=48, dtype=torch.float16)
+    limits = {"max_reqs": 1, "max_tokens": 1, "max_seq_len": 16}
+    attn = portable.Attention(layer, page_size=16, backend="cache_write=hip.cache_write", **limits)
+    launch._emulated.cache_clear()
+    assert attn.warmup(query_lens=(1,)) and not attn.warmup(query_lens=(1,))
+    known = launch._emulated.cache_info().misses
+    batch = portable.Batch.from_lens([1], [6], block_table=np.array([[2]], np.int32), page_size=16)
+    k, cache = torch.ones(1, 2, 48, dtype=torch.float16), portable.allocate_cache(layer, 3, 16)
+    attn.write(k, k, cache, attn.plan(batch))
+    assert cache.k[2, 5].eq(1).all() and launch._emulated.cache_info().misses == known > 0

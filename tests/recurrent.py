@@ -1,7 +1,0 @@
-"""An older name of portable.conformance.recurrent."""
-
-import sys
-
-from portable.conformance import recurrent
-
-sys.modules[__name__] = recurrent

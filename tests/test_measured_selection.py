@@ -1,0 +1,57 @@
+"""What is selected on an H100 beside what was the fastest there, for every shape that was timed and set of packages."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from portable import Layer, describe
+from portable.attention import load_kernels
+from portable.kernel import Needs, Op
+from portable.select import select
+
+ROOT = Path(__file__).parent.parent
+GRID = json.loads((ROOT / "ci" / "results" / "mla-sm90.json").read_text(encoding="utf-8"))["grid"]
+ALWAYS = {"torch": "2.11.0", "triton": "3.6.0"}
+FA3, FLASH_MLA = {"flash_attn_3": "3.0.0b1"}, {"flash_mla": "1.0.0"}
+
+
+def choice(name: str, packages: dict[str, str]) -> str:
+    """The kernel for a row of the grid; vLLM's copies of kernels are timed in their stead."""
+    heads, queries, page_size, reqs, keys = map(
+        int, re.fullmatch(r"H(\d+) q(\d+) page(\d+) b(\d+) (\d+)", name).groups()
+    )
+    needs = Needs(page_size=page_size, query_len=queries, seq_len=keys, reqs=reqs)
+    layer = Layer.mla(num_heads=heads)
+    return select(Op.MLA_DECODE, describe("sm90", "H100"), layer, needs, None, packages, load_kernels()).kernel.name
+
+
+@pytest.mark.parametrize(
+    ("packages", "vendors"),
+    [
+        ({"vllm": "0.33.0"}, ("flash_attn", "flash_mla")),
+        (FA3 | FLASH_MLA, ("flash_attn", "flash_mla")),
+        (FA3, ("flash_attn",)),
+        (FLASH_MLA, ("flash_mla",)),
+        ({}, ()),
+    ],
+    ids=["vLLM", "both", "FlashAttention 3", "FlashMLA", "none"],
+)
+def test_no_other_kernel_is_more_than_3_percent_faster(packages, vendors):
+    assert len(GRID) > 240
+    slower, chosen, compared = {}, set(), 0
+    for name, times in GRID.items():
+        kernel = choice(name, ALWAYS | packages)
+        us = {k: t for k, t in times.items() if k.startswith(("triton", *(f"vllm_{vendor}" for vendor in vendors)))}
+        timed = us.get(kernel) or us.get(f"vllm_{kernel}")
+        if timed is None:
+            continue
+        compared += 1
+        chosen.add(kernel.removeprefix("vllm_").partition(".")[0])
+        if timed > 1.03 * min(us.values()):
+            slower[name] = kernel, timed / min(us.values())
+    assert not slower and compared >= 200
+    assert chosen == {"triton", *("flash_attn_3" if vendor == "flash_attn" else vendor for vendor in vendors)}
