@@ -25,7 +25,7 @@ from portable.batch import Batch
 from portable.layer import Layer
 from portable.mamba_chunks import stored_chunks
 from portable.mamba_memory import StateMemory
-from portable.mamba_places import Places, Table, accepted_counts, greatest, located, per_row, slots_at
+from portable.mamba_places import Places, Table, accepted_counts, check_apart, greatest, located, per_row, slots_at
 from portable.planned import Padded
 from portable.ragged import cdiv, ragged_arange
 from portable.states import DecodeStates, PrefillStates
@@ -182,6 +182,9 @@ def plan_mamba(
         0 if counts is None else num_draft,
     )
     host = located(table, places, batch.num_reqs, pad_slot)
+    if host.dtype == np.int32:
+        written = dec.stop + p - d  # behind what is read
+        check_apart(host[written:], places.rows[written:], dec.stop * tokens.size, pad_slot)
     cu_here, padding = cu[: dec.stop + 1], None
     if memory is None:
         ones = np.ones(dec.stop, np.int32)

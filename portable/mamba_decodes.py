@@ -112,6 +112,9 @@ def _slots(table: npt.NDArray[np.integer], q: Int32, rows: int, width: int, pad_
     else:
         writes[:live] = np.where(np.arange(width) < q[:, None], given, pad_slot)
     found[:live] = given[:, 0]
+    written = np.sort(writes[:live], axis=None)  # 3.6 us for 1,024
+    if ((written[1:] == written[:-1]) & (written[1:] != pad_slot)).any():
+        return None
     return found
 
 

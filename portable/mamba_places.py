@@ -63,6 +63,29 @@ def located(table: Table, places: Places, num_reqs: int, pad_slot: int = -1) -> 
     return np.where(none, pad_slot, slots).astype(np.int32, copy=False)
 
 
+def check_apart(slots: npt.NDArray[np.integer], rows: Int32, decodes: int, pad_slot: int) -> None:
+    """Raise a ValueError where two requests write one slot, or one decode writes one twice.
+
+    Args:
+        slots, rows: [n] what is written, the first `decodes` of them by decodes, and by which requests. A prefill may
+            store its last state where it ends.
+
+    >>> check_apart(np.array([3, 3]), np.array([0, 1], np.int32), 2, -1)
+    Traceback (most recent call last):
+    ValueError: row 1: slot 3 is written by row 0 too; a state slot is written once in a step
+    """
+    live = np.flatnonzero((slots >= 0) & (slots != pad_slot))
+    order = live[np.argsort(slots[live], kind="stable")]
+    first, second = order[:-1], order[1:]
+    bad = (slots[first] == slots[second]) & ((rows[first] != rows[second]) | (second < decodes))
+    if bad.any():
+        at = int(bad.argmax())
+        raise ValueError(
+            f"row {rows[second[at]]}: slot {slots[second[at]]} is written by row {rows[first[at]]} too; a state slot "
+            "is written once in a step"
+        )
+
+
 def slots_at(found: torch.Tensor, table: Table, places: Places, pad_slot: int) -> torch.Tensor:
     """[n] int32 slots on the device of `found`, what `located` gave; pad_slot for none."""
     if found.dtype == torch.int32:

@@ -383,6 +383,7 @@ def test_nothing_of_a_device_is_read(monkeypatch):
         ({"checkpoints": [-1, 3]}, "row 1: checkpoint 3 is not above the context of 3 and up to the length of 9"),
         ({"checkpoints": [5, -1]}, "row 0: checkpoint 5"),
         ({"checkpoints": [-1, 6], "mode": "align"}, "row 1: checkpoint 6 is not a multiple of block_size 4"),
+        ({"table": np.array([[3], [3]])}, "row 1: slot 3 is written by row 0 too"),
         ({"running": [1]}, r"running has shape \[1\]; it must be \[2\]"),
     ],
 )
@@ -391,6 +392,14 @@ def test_what_cannot_be_right_is_named(change, message):
     given = {"table": table_of(2), "block_size": 4, **change}
     with pytest.raises(ValueError, match=message):
         plan_mamba(batch, LAYER, given.pop("table"), **given)
+
+
+@pytest.mark.parametrize("table", [[[3, 4, 5], [5, 6, 7]], [[3, 4, 4], [5, 6, 7]]])
+def test_a_slot_that_a_decode_writes_twice_is_refused_the_short_way_and_the_long_one(table):
+    with pytest.raises(ValueError, match=r"slot [45] is written by row 0 too"):
+        plan_mamba(Batch.from_lens([3, 3], [5, 6]), LAYER, np.array(table), num_draft=2)
+    kept = plan_mamba(Batch.from_lens([3, 2], [5, 6]), LAYER, np.array([[3, 4, 5], [6, 7, 6]]), num_draft=2)
+    assert kept.decode.state_indices.tolist() == [[3, 4, 5], [6, 7, -1]]  # what is not written may be anything
 
 
 def test_other_layers_derived_batches_and_bounds_are_refused():
