@@ -39,7 +39,7 @@ class Adapter:
         of_call = (convention.names.get(name, "") for name in OF_THE_CALL)
         self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
         self._k_descale, self._v_descale, self._asks_lse = of_call
-        self._plain_lse = convention.lse.layout if convention.lse.base == "e" else ""
+        self._plain_lse = (convention.lse.layout, convention.lse.base) == ("ht", "e")
         self._of_features = bool(self._sinks or self._alibi or self._k_descale)
         self._views: dict[tuple[Reach | None, int], Views] = {}
         self._checked: Callable[..., Any] | None = None
@@ -113,12 +113,12 @@ class Adapter:
             got = torch.where(step.causal[:, None, None], got, other[0])
             if got_lse is not None and other[1] is not None:
                 got_lse = torch.where(step.causal, got_lse, other[1])
-        if step.sets is not None:
-            got, got_lse = self._set_empty(step, layer, tensors, got, got_lse)
         if got is not out:
             out.copy_(got)
         if lse is not None and got_lse is not None:
             lse.copy_(got_lse)
+        if step.sets is not None:
+            self._set_empty(step, layer, tensors, out, lse)
 
     def _call(
         self,
@@ -131,8 +131,8 @@ class Adapter:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One call: its output [T, H, Dv], which may be `out`, and its LSE [H, T] in natural log, or None for None."""
-        convention, call, single, (k, v) = self.convention, fixed.copy(), step.single, kv
+        """One call: its output [T, H, Dv] and its LSE [H, T] in natural log; `out` and None where they are in place."""
+        convention, call, (k, v) = self.convention, fixed.copy(), kv
         if convention.dense_rows:
             q = q.contiguous()
         if step.wide:
@@ -146,14 +146,14 @@ class Adapter:
                 call[convention.names["kv_indices"]] = self._indices(step, apart)
         elif step.reach is not None:
             step.reach.check(KV(k, v), pages=step.segment.block_table is not None)
+        given = q  # which stays to the end: an alias of it holds no memory
         if step.parts is not None:
-            call[self._qv], q = q.unsafe_split_with_sizes(step.parts, -1)
-        if single is not None:
-            q = q.unsqueeze(1)
+            call[self._qv], given = step.parts(q)
+        elif step.grouped is not None:
+            given = step.grouped(q)
         elif step.batch is not None:
-            q = q if step.sources is None else q[step.sources]
-            q = q.view(*step.batch, *q.shape[1:])
-        call[self._q], call[self._k] = q, k
+            given = q[step.sources].view(*step.batch, *q.shape[1:])
+        call[self._q], call[self._k] = given, k
         if self._v:
             call[self._v] = v
         if self._asks_lse:
@@ -164,19 +164,20 @@ class Adapter:
         if step.takes_out:
             written = step.direct and out.is_contiguous()
             if not written:
-                call[self._out] = out.new_empty((*q.shape[:-1], step.wide or out.shape[-1]))
-            elif single is not None:
-                call[self._out] = out.unsqueeze(1)
+                call[self._out] = out.new_empty((*given.shape[:-1], step.wide or out.shape[-1]))
             else:
-                call[self._out] = out if step.batch is None else out.view(*step.batch, *out.shape[1:])
+                call[self._out] = out if step.grouped is None else step.grouped(out)
         result = step.function(**call)
         several = isinstance(result, (tuple, list))
         got = result[0] if several else result
         if convention.writes_out and step.takes_out:
             got = out if written else call[self._out]
         if got is not out and step.batch is not None:
-            got = got.squeeze(1) if single is not None else got.flatten(0, 1)
-            got = got if step.places is None else got[step.places]
+            if step.plain and step.grouped is not None:
+                step.grouped(out).copy_(got)
+                got = out
+            else:
+                got = got.flatten(0, 1) if step.places is None else got.flatten(0, 1)[step.places]
         if step.wide and got.shape[-1] != out.shape[-1]:
             got = got[..., : out.shape[-1]]
         if lse is None:
@@ -187,16 +188,12 @@ class Adapter:
             name, counts = f"{convention.module}.{convention.function}", " or ".join(map(str, convention.returns))
             found = len(result) if several else 1
             raise RuntimeError(f"{name} returned {found} values; with an LSE they are {counts}")
-        # `copy_` casts, so what has the right numbers takes one view or none: `lse_rows` would take 4 us
-        layout = self._plain_lse
-        if step.batch is None:
-            if layout == "ht" and logs.shape == lse.shape:
-                return got, logs
-            if layout == "th" and (turned := logs.mT).shape == lse.shape:
-                return got, turned
-        elif single is not None and layout == "bhs" and logs.shape == single:
-            rows, columns, _ = logs.stride()
-            return got, logs.as_strided((single[1], single[0]), (columns, rows))
+        # `copy_` casts, so what has the right numbers takes no view: `lse_of_rows` would take 4 us
+        if self._plain_lse and step.batch is None and logs.shape == lse.shape:
+            return got, logs
+        if step.lse_as is not None and logs.shape == step.logs:
+            step.lse_as(lse).copy_(logs)
+            return got, None
         return got, lse_of_rows(logs, convention.lse, step.batch, step.places, lse, step.segment.cu_seqlens_q)
 
     @staticmethod
@@ -210,21 +207,21 @@ class Adapter:
     @staticmethod
     def _set_empty(
         step: Step, layer: Layer, tensors: LayerTensors, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The results with what the contract wants of rows without a key."""
+    ) -> None:
+        """Write what the contract wants of rows without a key."""
         sets_out, sets_lse = step.sets or (False, False)
         seen = step.seen
         if out.is_cuda and torch.cuda.is_current_stream_capturing():
             seen = seen_rows(step.segment, layer)  # from the lengths of each replay
         if seen is None:
-            return out, lse
+            return
         if sets_out:
-            out = out.masked_fill(~seen[:, None, None], 0)
+            out.masked_fill_(~seen[:, None, None], 0)
         if lse is not None and sets_lse:
-            lse = lse.masked_fill(~seen, -torch.inf)
             if layer.sinks and tensors.sinks is not None:
-                lse = torch.where(seen, lse, tensors.sinks.float()[:, None])
-        return out, lse
+                lse.copy_(torch.where(seen, lse, tensors.sinks.float()[:, None]))
+            else:
+                lse.masked_fill_(~seen, -torch.inf)
 
     def _add_features(self, call: dict[str, Any], segment: Segment, layer: Layer, tensors: LayerTensors) -> None:
         """Sinks, slopes and the scales of an fp8 cache, where the layer has them."""

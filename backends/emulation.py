@@ -27,15 +27,19 @@ def emulated_arch() -> str:
     return name.removeprefix("emulated:")
 
 
-def emulating(arch: str) -> AbstractContextManager[Any]:
-    """Makes the emulated device active, where it is not."""
-    return nullcontext() if _active() is not None else emulated.activate(arch)
+def emulating(arch: str | None = None) -> AbstractContextManager[Any]:
+    """Makes an emulated device active, where none is: of an architecture, or of `emulated_arch()`."""
+    return nullcontext() if _active() is not None else emulated.activate(arch or emulated_arch())
 
 
 @contextmanager
 def reachable(tensors: Sequence[Any]) -> Iterator[None]:
-    """Within the block, kernels of the active device may reach these tensors by addresses stored in others."""
-    known = _active().reachable
+    """Within the block, kernels of the active device, if any, may reach these tensors by addresses in others."""
+    active = _active() if tensors else None
+    if active is None:
+        yield
+        return
+    known = active.reachable
     known += tensors
     try:
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from portable.backends.reference import DTYPES
@@ -51,6 +53,44 @@ def advance(
         positions.copy_(torch.where(grows, lens, positions))
 
 
+def collect(
+    table: torch.Tensor,
+    rows: torch.Tensor | None,
+    first: torch.Tensor | None,
+    cells: torch.Tensor,
+    pad: int,
+    accepted: torch.Tensor | None = None,
+    most: int = 1,
+    kept: torch.Tensor | None = None,
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> None:
+    """What an engine's tensors hold, into persistent ones; see `portable.kernel`.
+
+    >>> cells, table = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([[5, 6, 7], [8, 9, 3]])
+    >>> collect(table, torch.tensor([1, -1]), torch.tensor([1, 0]), cells, -4)
+    >>> cells.tolist()
+    [[9, 3, -4], [-4, -4, -4]]
+    """
+    count, columns = cells.shape
+    at = torch.arange(columns, device=cells.device).expand(count, columns)
+    row = torch.arange(count, device=cells.device) if rows is None else rows.long()
+    if first is not None:
+        at = at + first[:, None]
+    if accepted is not None:
+        taken = accepted.clamp(1, most)
+        at = at + torch.nn.functional.pad(taken - 1, (0, count - len(taken)))[:, None]
+        if kept is not None:
+            kept.copy_(taken)
+    if table.numel() and cells.numel():
+        inside = (row[:, None] >= 0) & (at >= 0) & (at < table.shape[1])
+        found = table[row.clamp(min=0)[:, None], at.clamp(0, table.shape[1] - 1)]
+        cells.copy_(torch.where(inside, found, pad))
+    else:
+        cells.fill_(pad)
+    for source, target in copies:
+        target.copy_(source)
+
+
 def _caps(op: Op) -> KernelCaps:
     return KernelCaps(
         op=op,
@@ -64,4 +104,4 @@ def _caps(op: Op) -> KernelCaps:
     )
 
 
-KERNELS = (Kernel(_caps(Op.REFRESH), refresh), Kernel(_caps(Op.ADVANCE), advance))
+KERNELS = (Kernel(_caps(Op.REFRESH), refresh), Kernel(_caps(Op.ADVANCE), advance), Kernel(_caps(Op.COLLECT), collect))

@@ -11,7 +11,7 @@ import torch
 from portable.backends.convention import CSR, Convention
 from portable.backends.reach import Reach, reach_of
 from portable.backends.rows import as_batch, may_be_empty, seen_rows, token_csr
-from portable.backends.views import Views
+from portable.backends.views import Aliases, Views, aliases, grouped, grouped_lse, parts, turned_lse
 from portable.kernel import GraphLevel, Segment, head_dims
 from portable.layer import Layer
 from portable.paging import num_pages, page_csr
@@ -31,9 +31,12 @@ class Step:
     batch: tuple[int, int] | None = None  # (B, Sq) where q is [B, Sq, H, D]
     sources: torch.Tensor | None = None  # [B * Sq] i64, the token at each place; None where it is the same
     places: torch.Tensor | None = None  # [T] i64, the place of each token
-    single: tuple[int, int, int] | None = None  # (B, H, 1) where each request has one query and q is [B, 1, H, D]
+    grouped: Aliases | None = None  # rows as [B, Sq, ...], where none has to move
+    plain: bool = False  # whether what is returned is as `out` grouped so
+    logs: tuple[int, ...] | None = None  # the shape of an LSE that is as `lse` seen in another way
+    lse_as: Aliases | None = None  # `lse` in that way
+    parts: Aliases | None = None  # q as its columns that are qv, and those that are q
     wide: int = 0  # what q, K and V are padded to; 0: they are as wide as they should be
-    parts: tuple[int, int] | None = None  # columns of q that are qv, and q
     reach: Reach | None = None  # of the callable's addresses
     takes_out: bool = False  # whether it is given something to write its output to
     direct: bool = False  # whether that may be `out` itself, where it is dense
@@ -51,10 +54,11 @@ def step_of(
 ) -> Step:
     """The step of a segment whose arguments, masks aside, are `fixed`; `views` gives those of a cache."""
     caps, form = segment.kernel.caps, convention.lse
-    batch = sources = places = single = rows = indices = None
+    batch = sources = places = rows = indices = None
+    logs: tuple[int, ...] | None = None
+    lse_as = None
     if convention.rows == "batch":
         batch, sources, places = as_batch(segment)
-        single = (batch[0], layer.num_heads, 1) if batch[1] == 1 and sources is None else None
     if isinstance(segment.causal, torch.Tensor):
         request = torch.from_numpy(ragged_arange(segment.host_query_lens)[0])
         rows = segment.causal[request.to(segment.causal.device).long()]
@@ -67,23 +71,34 @@ def step_of(
     paged = segment.block_table is not None
     if paged and convention.pages != "page":
         indices = {segment.page_size: fixed[convention.names["kv_indices"]]}
+    # what a graph replays has other lengths
+    unset = not any(sets) or (seen is None and caps.graph_level is GraphLevel.NEVER)
+    straight = len(ways) == 1 and sources is None  # rows of results are those of q
+    if straight and form.base == "e":
+        if form.layout == "th" and batch is None:
+            tokens = segment.tokens.stop - segment.tokens.start
+            logs, lse_as = (tokens, layer.num_heads), aliases(turned_lse, ())
+        elif form.layout == "bhs" and batch is not None:
+            logs, lse_as = (batch[0], layer.num_heads, batch[1]), aliases(grouped_lse, batch)
     return Step(
         function,
         segment,
         tuple({**fixed, **masks(convention, layer, causal)} for causal in ways),
         rows,
         seen,
-        # what a graph replays has other lengths
-        sets if any(sets) and (seen is not None or caps.graph_level is not GraphLevel.NEVER) else None,
+        None if unset else sets,
         batch,
         sources,
         places,
-        single,
+        None if batch is None or sources is not None else aliases(grouped, batch),
+        straight and not wide,
+        logs,
+        lse_as,
+        aliases(parts, (width, key_dim - width)) if "qv" in convention.names else None,
         wide,
-        (width, key_dim - width) if "qv" in convention.names else None,
         reach,
-        "out" in convention.names and (single is not None or not convention.out_of_single),
-        sources is None and len(ways) == 1 and wide in (0, width),
+        "out" in convention.names and (batch is None or batch[1] == 1 or not convention.out_of_single),
+        straight and wide in (0, width),
         views(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
         indices,
     )

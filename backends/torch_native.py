@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,10 @@ from portable.ragged import cu_from_lens
 from portable.sets import ANY, ANY_SIZE
 
 Indices = npt.NDArray[np.int64]
+# (q [n, H, Sq, D], k, v [n, H, Sk, D], bias, causal from the top left, scale) -> out, LSE [n, H, Sq] in natural log
+Fused = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, float], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +121,15 @@ def attend(
     tensors: LayerTensors,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    fused: Fused | None = None,
 ) -> None:
-    """Serve PREFILL and PAGED: the blocks differ only in what their keys index."""
+    """Serve PREFILL and PAGED: the blocks differ only in what their keys index.
+
+    `fused` computes them; None: what torch chooses, and where an LSE is wanted the kernel of CPUs.
+    """
     assert kv.v is not None
+    if fused is None and lse is not None:
+        fused = _flash_cpu
     if (segment.host_seq_lens == 0).any():
         out.zero_()
         if lse is not None:
@@ -133,7 +143,7 @@ def attend(
         rows = q if whole else q[block.queries]
         k = _rows(kv.k, block.keys, segment).view(n, sk, *kv.k.shape[-2:])
         v = k if kv.v is kv.k else _rows(kv.v, block.keys, segment).view(n, sk, *kv.v.shape[-2:])
-        result, logs = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors, lse is not None)
+        result, logs = _sdpa(rows.reshape(n, sq, *q.shape[1:]), k, v, block, layer, tensors, fused)
         if block.empty is not None:
             result = result.masked_fill(block.empty[:, :, None, None], 0)
         if lse is not None and logs is not None:
@@ -171,16 +181,16 @@ def _sdpa(
     block: Block,
     layer: Layer,
     tensors: LayerTensors,
-    wants_lse: bool,
+    fused: Fused | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [n, Sq, H, D], k and v [n, Sk, Hkv, D] to [n, Sq, H, Dv] and [n, H, Sq]."""
     n, sq, heads, _ = q.shape
     sk, kv_heads = k.shape[1], k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if block.causal and not layer.sinks:
-        if wants_lse:
+        if fused is not None:
             k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-            square, square_lse = _flash_cpu(q.transpose(1, 2), k, v, None, sq > 1, layer.scale)
+            square, square_lse = fused(q.transpose(1, 2), k, v, None, sq > 1, layer.scale)
             return square.transpose(1, 2), square_lse
         square = scaled_dot_product_attention(
             q.transpose(1, 2), k, v, is_causal=sq > 1, scale=layer.scale, enable_gqa=heads != kv_heads
@@ -209,8 +219,8 @@ def _sdpa(
         bias = bias.view(n, kv_heads, group, sq, width) if per_head else bias[:, :, None].expand(n, 1, group, sq, width)
         bias = bias.reshape(n, -1, group * sq, width)
     logs: torch.Tensor | None = None
-    if wants_lse:
-        result, logs = _flash_cpu(packed, k, v, bias, False, layer.scale)
+    if fused is not None:
+        result, logs = fused(packed, k, v, bias, False, layer.scale)
         logs = logs.reshape(n, heads, sq)
     else:
         result = scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=layer.scale)

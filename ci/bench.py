@@ -1,7 +1,9 @@
 """Measurements of this checkout, as ratios within one run: python ci/bench.py [planning] [local] [--json FILE]
 
-`python ci/bench.py attention` measures the attention kernels on a GPU, and `graphs` what a step of captured decodes and
-its planning cost the host: see ci/benchmarks.
+`planning` is the time of a plan from a batch that is ready, beside vLLM's metadata builders where vLLM is installed or
+`--vllm DIR` names its wheel unpacked (`pip download --no-deps vllm`); `local` that of `variants.local`.
+`python ci/bench.py attention` measures the attention kernels on a GPU, `graphs` what a step of captured decodes and its
+planning cost the host, and `captured` runs steps through graphs on a GPU beside eager ones: see ci/benchmarks.
 
 Peers are looked up when it runs and left out with a message where they are absent; nothing of them is kept here.
 """
@@ -14,14 +16,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from portable import Attention, Batch, Layer
+from portable import Batch
 from portable.variants import local
 
 SEEDS = Path(__file__).parents[2] / "shared" / "seeds"
@@ -38,27 +40,15 @@ def microseconds(call: Callable[[], object], repeat: int = 200) -> float:
     return statistics.median(times) * 1e6
 
 
-def planning() -> dict[str, Any]:
-    """A Batch and its MHA plan, from 64 to 1,024 requests with a block table of 512 columns."""
-    layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
-    attn = Attention(layer, page_size=16, device="cpu", max_reqs=1024, max_tokens=1 << 20, backend="reference")
-    rng = np.random.default_rng(0)
-    found = {}
-    for size in (64, 256, 1024):
-        table = rng.integers(0, 60000, (size, 512), dtype=np.int32)
-        lens = rng.integers(1, 8000, size, dtype=np.int32)
-        ones = np.ones(size, np.int32)
+def planning(vllm: Path | None, names: Sequence[str]) -> dict[str, Any]:
+    """Each kind of plan, and the batch before it, beside what vLLM's metadata builders take: benchmarks/planning.py."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from benchmarks.planning import measure
 
-        def step(ones: Any = ones, lens: Any = lens, table: Any = table) -> object:
-            return attn.plan(Batch.from_lens(ones, lens, block_table=table, page_size=16))
-
-        found[size] = microseconds(step)
-    print("planning a decode step, us:", {size: round(value) for size, value in found.items()})
-    print(f"  1,024 requests: {found[1024] / found[64]:.2f}x the time of 64 (goal: at most 1.6x, and 250 us)")
-    return {"microseconds": found, "ratio_1024_to_64": found[1024] / found[64]}
+    return measure(vllm, names)
 
 
-def local_batches() -> dict[str, Any]:
+def local_batches(vllm: Path | None, names: Sequence[str]) -> dict[str, Any]:
     """`variants.local` beside the function of the seed document that it replaces, on the same steps."""
     seed = seed_function()
     if seed is None:
@@ -109,12 +99,17 @@ def seed_function() -> Callable[..., Any] | None:
     return None
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"planning": planning, "local": local_batches}
+PARTS: dict[str, Callable[[Path | None, Sequence[str]], dict[str, Any]]] = {
+    "planning": planning,
+    "local": local_batches,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--vllm", type=Path, metavar="DIR", help="for planning: vLLM's wheel, unpacked")
+    parser.add_argument("--rows", default="", metavar="NAME,...", help="for planning: these rows only")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers to a file")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -123,7 +118,9 @@ def main() -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     results: dict[str, Any] = {"versions": versions, "machine": platform.machine()}
     for name in args.parts or PARTS:
-        results[name] = PARTS[name]()
+        results[name] = PARTS[name](args.vllm, args.rows.split(",") if args.rows else ())
+    if "vllm.version" in sys.modules:
+        versions["vllm"] = sys.modules["vllm.version"].__version__
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -140,4 +137,15 @@ if __name__ == "__main__":
 
         graphs(sys.argv[2:])
         sys.exit()
+    if sys.argv[1:2] == ["mla"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from benchmarks.mla import main as mla
+
+        mla(sys.argv[2:])
+        sys.exit()
+    if sys.argv[1:2] == ["captured"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from benchmarks.captured import main as captured
+
+        sys.exit(captured(sys.argv[2:]))
     main()

@@ -29,7 +29,7 @@ def fault(arch: str, file: str, defines: tuple[str, ...]) -> str | None:
 
 def main(archs: list[str]) -> int:
     start = time.monotonic()
-    jobs = [(arch, *variant) for arch in archs or sorted(NVIDIA) for variant in variants()]
+    jobs = [(arch, *variant) for arch in archs or sorted(NVIDIA) for variant in variants(arch)]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         wrong = [found for found in pool.map(fault, *zip(*jobs, strict=True), chunksize=4) if found]
     print("\n".join([*wrong, f"{len(jobs)} objects, {len(wrong)} faults, in {time.monotonic() - start:.0f} s"]))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 # "platform" stands for all below it. Modules that are not listed (the command line, bench, integrations, ...) are free,
 # and the core may not import them.
 CORE: dict[str, list[str]] = {
-    "layer": [],
+    "arguments": [],
+    "layer": ["arguments"],
     "cache_dir": [],
     "ragged": [],
     "upload": [],
@@ -32,12 +33,13 @@ CORE: dict[str, list[str]] = {
     "packages": ["platform.target", "select", "sets", "backends.packages"],  # select: the type of a request only
     "select": ["kernel", "packages", "platform"],
     "plugin_kernels": ["conformance", "kernel", "platform", "plugins"],
-    "verdicts": ["cache_dir", "kernel", "packages"],
+    "verdicts": ["cache_dir", "kernel", "packages", "plugins"],
     "levels": ["mla", "select"],
     "explain": ["levels", "select"],
     "view": ["lengths", "upload"],
-    "block_table": ["lengths"],
-    "batch": ["block_table", "order", "paging", "view"],
+    "block_table": ["arguments", "lengths"],
+    "step_inputs": ["block_table", "paging", "upload"],
+    "batch": ["order", "step_inputs", "view"],
     "sizes": ["batch", "kernel"],
     "padding": ["batch", "sizes"],
     "planned": ["sizes"],
@@ -49,7 +51,8 @@ CORE: dict[str, list[str]] = {
     "chunks": ["batch"],
     "parts": ["batch", "layer"],
     "shards": ["batch", "layer"],
-    "variants": ["chunks", "padding", "parts", "shards", "validate"],
+    "local_steps": ["batch", "layer", "sizes"],
+    "variants": ["chunks", "local_steps", "padding", "parts", "shards", "validate"],
     "mha": ["cache", "chunks", "merge", "padding", "parts", "planned", "select"],
     "mla": ["cache", "chunks", "merge", "mha", "padding", "parts", "select"],
     "mla_weights": ["layer", "sets"],
@@ -70,9 +73,11 @@ CORE: dict[str, list[str]] = {
     "attention": ["explain", "padded_plans", "plugin_kernels", "slot", "variants", "verdicts", "warmup", "backends"],
     "mla_warmup": ["mla_slot", "warmup"],
     "mla_attention": ["attention", "mla_warmup"],
-    "copies": ["attention"],
+    "overlap": [],
+    "copies": ["attention", "overlap"],
     "graphs": ["attention"],
-    "mamba_run": ["attention", "mamba_copies", "mamba_slot"],
+    "mamba_warmup": ["mamba", "warmup"],
+    "mamba_run": ["attention", "mamba_copies", "mamba_slot", "mamba_warmup"],
 }
 ORACLES = ["backends.reference", "backends.reference_mamba"]  # what the conformance kit holds kernels against
 LOADERS = ("attention", "packages")  # of backends, inside functions: the kernels, and the facts of vendor packages
@@ -91,7 +96,7 @@ BACKENDS = [
     "states",
     "upload",
 ]
-PLATFORM = ["layer", "platform", "plugins"]
+PLATFORM = ["arguments", "layer", "platform", "plugins"]
 
 # A library and the files that may import it, inside functions.
 LIBRARIES: dict[str, tuple[str, ...]] = {

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from portable import plugins
+from portable.arguments import named
 from portable.platform.machine import Machine, as_target
 from portable.platform.sources import Card
 from portable.platform.target import OPERATIONS, Arch, Product, Target
@@ -46,6 +47,7 @@ class Vendor(Protocol):
     def count(self, machine: Machine) -> int: ...
 
 
+@named
 def detect(device: str | torch.device | None = None, *, machine: Machine | None = None) -> Target:
     """The best device of this machine, or the one that `device` names.
 
@@ -71,6 +73,7 @@ def detect(device: str | torch.device | None = None, *, machine: Machine | None 
     return _targets[key]
 
 
+@named
 def describe(arch: str, product: str | None = None) -> Target:
     """A device of architecture `arch` from the tables alone, on any machine.
 

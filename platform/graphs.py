@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +27,13 @@ def using(runtime: Any) -> Iterator[None]:
 
 def runtime(device: torch.device) -> Any:
     """The module that captures graphs of a device, `torch.cuda` of both vendors; None: there is none."""
-    if device.type == "cpu":
-        return _instead
-    module = torch.get_device_module(device)
+    kind = device.type
+    return _instead if kind == "cpu" else _of_kind(kind)
+
+
+@cache
+def _of_kind(kind: str) -> Any:
+    module = torch.get_device_module(kind)
     return module if hasattr(module, "CUDAGraph") else None
 
 
@@ -36,6 +41,33 @@ def capturing(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a graph."""
     module = runtime(device)
     return module is not None and bool(module.is_current_stream_capturing())
+
+
+@contextmanager
+def recording(module: Any, graph: Any, device: torch.device, pool: Any = None) -> Iterator[None]:
+    """Capture what the block launches into a graph; a failure leaves the device as it was, and tells what it was.
+
+    torch's own stays on the stream of a capture that the runtime gave up, its allocator and generator in the capture:
+    the next random number is a RuntimeError (seen with 2.11). What it raises then hides what the block raised.
+    """
+    stream, reason = module.current_stream(device), None
+    try:
+        with module.graph(graph, pool=pool):
+            try:
+                yield
+            except BaseException as error:
+                reason = error
+                raise
+    except BaseException as error:
+        module.set_stream(stream)
+        with suppress(AttributeError, TypeError, RuntimeError):  # no such function, no pool, no end that is due
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+        with suppress(RuntimeError), module.graph(module.CUDAGraph()):  # whose end resets the generator
+            torch.zeros(1, device=device)
+        module.set_stream(stream)
+        if reason is None or reason is error:
+            raise
+        raise reason from error
 
 
 @contextmanager
@@ -62,7 +94,7 @@ def repeatable(work: Callable[[], Result], device: torch.device) -> tuple[Result
         if module is None:
             return result, lambda: _copy(result, work())
         graph = module.CUDAGraph()
-        with module.graph(graph):
+        with recording(module, graph, device):
             result = work()
         graph.replay()
     return result, graph.replay

@@ -20,6 +20,7 @@ OPERATIONS = (
     "state_copy",
     "refresh",
     "advance",
+    "collect",
 )
 
 
@@ -57,10 +58,11 @@ class Fastest:
     seq_len: Range = ANY
     reqs: Range = ANY
     page_size: Range = ANY
+    products: tuple[str, ...] = ()  # of those architectures; none: all
 
-    def fits(self, op: str, arch: str, facts: Mapping[str, int]) -> bool:
+    def fits(self, op: str, arch: str, facts: Mapping[str, int], product: str | None = None) -> bool:
         """Whether every fact is in its range, ends included."""
-        if op != self.op or arch not in self.archs:
+        if op != self.op or arch not in self.archs or (self.products and product not in self.products):
             return False
         ranges = ((getattr(self, name), value) for name, value in facts.items())
         return all(least <= value and (most is None or value <= most) for (least, most), value in ranges)

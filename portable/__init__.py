@@ -10,14 +10,15 @@ out = attn.run(q, cache, plan, k=k, v=v).out
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from portable import merge, variants
+from portable.arguments import named
 from portable.attention import Attention, available_kernels
 from portable.batch import Batch
 from portable.block_table import BlockTable
-from portable.cache import allocate_cache
+from portable.cache import StatePools, allocate_cache, allocate_states
 from portable.copies import copy_pages
 from portable.kernel import KV, AttnOut, Kernel, KernelCaps, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
-from portable.merge import merge_states
 from portable.order import Split
 from portable.platform.detect import describe, detect
 from portable.platform.target import Target
@@ -27,12 +28,14 @@ from portable.sizes import Size
 if TYPE_CHECKING:
     from portable.graphs import Graphs
     from portable.mamba_copies import RunningStates, plan_state_copies
-    from portable.mamba_run import Mamba, StatePools, allocate_states
+    from portable.mamba_run import Mamba
     from portable.mla_attention import MlaAttention
     from portable.mla_weights import MlaWeights
     from portable.states import SsmTensors
 
 __version__ = "0.1.0"
+
+merge_states = named(merge.merge_states)  # a kernel by itself, whose source is what was proved
 
 __all__ = [
     "KV",
@@ -67,6 +70,7 @@ __all__ = [
     "merge_states",
     "plan_state_copies",
     "select",
+    "variants",
 ]
 
 _LATER = {  # imported at their first use
@@ -76,8 +80,6 @@ _LATER = {  # imported at their first use
     "MlaWeights": "mla_weights",
     "RunningStates": "mamba_copies",
     "SsmTensors": "states",
-    "StatePools": "mamba_run",
-    "allocate_states": "mamba_run",
     "plan_state_copies": "mamba_copies",
 }
 

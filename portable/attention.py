@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext, suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from portable import ops
+from portable.arguments import at_least, checked, named
 from portable.batch import Batch
+from portable.check import check_cache
 from portable.kernel import ATTENTION, KV, PAGES, AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.limits import Limits
+from portable.local_steps import local, local_capacity, local_host, local_size
 from portable.mha import MhaPlan
 from portable.packages import Package, installed
-from portable.padded_plans import PaddedPlans
+from portable.padded_plans import PaddedPlans, whole
 from portable.parts import Parts
-from portable.persistent import Persistent
+from portable.persistent import near
 from portable.platform.detect import detect
 from portable.plugin_kernels import fault, plugin_kernels
 from portable.ragged import next_power_of_2
-from portable.select import Choice, Request, parse_requested, requested_from_env, select, why_not_here
+from portable.select import Choice, Request, requested_by, select, why_not_here
 from portable.sizes import Size
 from portable.slot import Slot
-from portable.variants import local, local_capacity, local_size
 from portable.verdicts import Verdicts, answer
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def load_kernels() -> tuple[Kernel, ...]:
     return (*kernels, *plugin_kernels(kernels))
 
 
+@named
 def available_kernels(device: torch.device | str | None = None) -> tuple[Kernel, ...]:
     """The kernels that can run on a device with the packages of this machine, whatever the layer.
 
@@ -114,6 +116,7 @@ class Attention(PaddedPlans[MhaPlan]):
     torch.Size([5, 4, 8])
     """
 
+    @checked
     def __init__(
         self,
         layer: Layer,
@@ -136,8 +139,8 @@ class Attention(PaddedPlans[MhaPlan]):
         self.max_reqs, self.max_tokens, self.max_seq_len = max_reqs, max_tokens, max_seq_len
         self.target = detect(device)
         self.device = torch.device(self.target.device)
-        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
-        self._kernels = Kernels(self.target, layer, requested, num_pages)
+        self._kernels = Kernels(self.target, layer, requested_by(backend), num_pages)
+        self._positional = layer.window != (None, None) or layer.alibi or layer.chunk is not None  # its mask
         self._slots: dict[int, Slot] = {}
         self._plans: dict[int, MhaPlan] = {}  # the newest of each slot, by the slot's handle
         causal, longest = layer.causal, next_power_of_2(max_seq_len)
@@ -152,18 +155,9 @@ class Attention(PaddedPlans[MhaPlan]):
 
     def explain(self) -> Explanation:
         """Every choice with its reasons; print it."""
-        from portable.explain import explain
+        return self._kernels.explain(self.page_size)
 
-        return explain(
-            self.target,
-            self.layer,
-            page_size=self.page_size,
-            requested=self._kernels.requested,
-            installed=self._kernels.installed,
-            kernels=load_kernels(),
-            verdict=self._kernels.verdicts,
-        )
-
+    @named
     def plan(self, step: Batch | Parts, *, pad_to: int | Size | None = None, slot: int = 0) -> MhaPlan:
         """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
 
@@ -190,9 +184,7 @@ class Attention(PaddedPlans[MhaPlan]):
         portable.layer.UnsupportedError: no kernel can serve paged on cpu ... graph level SINGLE is above NEVER...
         """
         parts = step.batches if isinstance(step, Parts) else (step,)
-        if any(not part.self_attention for part in parts) and (
-            self.layer.window != (None, None) or self.layer.alibi or self.layer.chunk is not None
-        ):
+        if self._positional and any(not part.self_attention for part in parts):
             raise UnsupportedError("keys that are not a whole sequence, for a layer with a window, ALiBi or chunks")
         if parts[0].block_table is None:
             parts[0].needs_exact("attention over contiguous K/V")
@@ -204,11 +196,15 @@ class Attention(PaddedPlans[MhaPlan]):
         return self._kept(self._slot(slot).renew(parts))
 
     def _plan_padded(self, step: Batch | Parts, pad_to: int | Size, slot: int) -> MhaPlan:
-        if isinstance(step, Parts):
-            raise UnsupportedError("step is in Parts (a tree, a shared prefix), which are not padded to a size")
+        step = whole(step)
         size, chunk = self._checked_size(step, pad_to), self.layer.chunk
         if chunk is not None:
-            step, size = local(step, chunk), local_size(size, chunk)
+            if size.ahead:
+                raise UnsupportedError(
+                    f"pad_to has ahead {size.ahead}; a layer with chunks does not advance on the device"
+                )
+            seen = near(step) or not isinstance(step.causal, bool)  # else one launch reads its pages off the view
+            step, size = (local if seen else local_host)(step, chunk), local_size(size, chunk)
         return self._renew_padded(step, size, slot)
 
     def _kept(self, plan: MhaPlan) -> MhaPlan:
@@ -217,26 +213,33 @@ class Attention(PaddedPlans[MhaPlan]):
 
     def _slot(self, slot: int) -> Slot:
         if slot not in self._slots:
+            at_least(0, slot=slot)
             self._slots[slot] = Slot(self.layer, self._kernels)
         return self._slots[slot]
 
     def _slot_of(self, plan: MhaPlan) -> Slot:
         return next(slot for slot in self._slots.values() if slot.handle == plan.handle)
 
-    def workspace_bytes(self) -> int:
-        """Bytes of the device that padded plans hold: the memory of their slots, and what kernels prepared in it."""
-        return sum(slot.nbytes for slot in self._slots.values())
+    def workspace_bytes(self, *, slots: int | None = None) -> int:
+        """Bytes of the device that padded plans hold: the memory of their slots, and what kernels prepared in it.
 
-    def _memory(self) -> Persistent:
+        Args:
+            slots: None for what is held now; else what `use_workspace` needs for plans of so many slots.
+        """
+        if slots is None:
+            return sum(slot.nbytes for slot in self._slots.values())
+        return self._bytes_of(slots)
+
+    def _largest(self) -> tuple[int, int, int]:
         chunk = self.layer.chunk
         if chunk is None:
-            return super()._memory()
-        reqs = local_capacity(self.max_reqs, self.max_tokens, chunk)
-        return Persistent(reqs, self.max_tokens, chunk, self.page_size, self.device)
+            return super()._largest()
+        return local_capacity(self.max_reqs, self.max_tokens, chunk), self.max_tokens, chunk
 
+    @checked
     def warmup(
-        self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True, cache: KV | None = None,
-        tensors: LayerTensors | None = None,
+        self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True,
+        cache: tuple[torch.Tensor, torch.Tensor | None] | None = None, tensors: LayerTensors | None = None,
     ) -> int:  # fmt: skip
         """Compile all that steps of this object's limits launch, and load it for the life of the process.
 
@@ -260,6 +263,8 @@ class Attention(PaddedPlans[MhaPlan]):
         from portable import warmup
 
         lens, lses = self.limits.checked(query_lens), (False, True) if return_lse else (False,)
+        if cache is not None:
+            check_cache(self.layer, KV(*cache), self.page_size, self.device)
         return self._kernels.warm(
             warmup.needs(self.layer, self.limits, lens, lses),
             warmup.steps(self.limits, lens),
@@ -268,6 +273,7 @@ class Attention(PaddedPlans[MhaPlan]):
             lses,
         )
 
+    @named
     def write(
         self, k: torch.Tensor, v: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor | None], plan: MhaPlan,
         tensors: LayerTensors = NO_TENSORS,
@@ -279,6 +285,7 @@ class Attention(PaddedPlans[MhaPlan]):
         self._check_current(plan)
         ops.cache_write(k, v, cache[0], cache[1], *tensors, plan.handle)
 
+    @named
     def run(
         self,
         q: torch.Tensor,
@@ -328,6 +335,8 @@ class Kernels:
     """The kernel for each operation and bucket of a layer on a target, decided once."""
 
     def __init__(self, target: Target, layer: Layer, requested: Request | None, num_pages: int | None = None) -> None:
+        if num_pages is not None:
+            at_least(1, num_pages=num_pages)
         self.target, self.layer, self.requested, self.num_pages = target, layer, requested, num_pages
         self.installed = installed(target, requested)
         self.verdicts = verdicts_on(target, self.installed)
@@ -335,19 +344,33 @@ class Kernels:
 
     def choice(self, op: Op, needs: Needs) -> Choice:
         """The kernel, with the reasons against the others."""
-        if op in PAGES and self.num_pages is not None:
-            needs = replace(needs, num_pages=self.num_pages)
-        key = (op, needs)
-        found = self._choices.get(key)
+        found = self._choices.get((op, needs))
         if found is None:
-            found = self._choices[key] = select(
-                op, self.target, self.layer, needs, self.requested, self.installed, load_kernels(),
+            known = op in PAGES and self.num_pages is not None
+            reaching = needs._replace(num_pages=self.num_pages) if known else needs
+            found = self._choices[op, needs] = select(
+                op, self.target, self.layer, reaching, self.requested, self.installed, load_kernels(),
                 verdict=self.verdicts,
             )  # fmt: skip
         return found
 
+    def explain(self, page_size: int = 16) -> Explanation:
+        """Every choice that the layer's steps take, with its reasons."""
+        from portable.explain import explain
+
+        return explain(
+            self.target,
+            self.layer,
+            page_size=page_size,
+            requested=self.requested,
+            installed=self.installed,
+            kernels=load_kernels(),
+            verdict=self.verdicts,
+        )
+
     def __call__(self, op: Op, needs: Needs) -> Kernel:
-        return self.choice(op, needs).kernel
+        found = self._choices.get((op, needs))
+        return (self.choice(op, needs) if found is None else found).kernel
 
     def settle(self, each: float = 600.0) -> None:
         """Test what compiles at its first call, up to `each` seconds a kernel, and choose again where one fails."""
@@ -368,7 +391,8 @@ class Kernels:
         from portable import warmup
 
         for op, needs in asked:
-            self.choice(op, needs)
+            with suppress(UnsupportedError) if needs.graph else nullcontext():
+                self.choice(op, needs)
         self.settle()
         here = self.target.device != "cpu" or self.target.emulated
         ours = filter(warmup.recordable, {kernel.caps.provider for kernel in load_kernels()} if here else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,28 +10,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable import step_inputs
+from portable.arguments import named
 from portable.block_table import BlockTable
 from portable.lengths import (
-    MAX_INT32,
     Int32,
     Lens,
     as_array,
     as_lens,
     as_table,
-    check_integers,
-    check_lens,
     check_page_size,
     check_pages,
     check_table,
     check_tensor,
-    new_positions,
-    twin,
 )
 from portable.order import Kinds, Split, is_ordered, kinds, split
-from portable.paging import PageCsr, num_pages, page_csr, page_table_from_tokens
-from portable.paging import slot_mapping as slots_of
-from portable.ragged import cdiv, cu_from_lens, ragged_arange
-from portable.upload import upload
+from portable.paging import PageCsr, num_pages, page_csr
+from portable.ragged import ragged_arange
+from portable.step_inputs import StepInputs
 from portable.view import View
 
 
@@ -65,8 +61,10 @@ class Batch:
     self_attention: bool = True  # the last keys of a sequence are its new tokens
     view: View | None = None  # set by variants that pick pages
     pages: BlockTable | None = None  # whose first rows `block_table` was made of
+    _continues: bool | None = field(init=False, default=None, repr=False)  # asked once; `replace` asks anew
 
     @classmethod
+    @named
     def from_lens(
         cls,
         query_lens: Lens,
@@ -94,43 +92,12 @@ class Batch:
         Raises:
             ValueError: naming the row and its values, where the lengths or the table cannot be right.
         """
-        q, s = as_lens("query_lens", query_lens), as_lens("seq_lens", seq_lens)
-        check_lens(q, s, page_size)
-        if device is None:
-            device = block_table.device if isinstance(block_table, torch.Tensor) else "cpu"
-        device = torch.device(device)
+        made = step_inputs.of_lens(query_lens, seq_lens, block_table, page_size, device)
         pages = block_table if isinstance(block_table, BlockTable) else None
-        if pages is not None:
-            block_table = pages.rows(q.size)
-        cu = cu_from_lens(q)
-        if block_table is None:
-            cu_device, s_device = upload((cu, s), device)
-            table = slots = None
-        elif isinstance(block_table, torch.Tensor) and block_table.device.type != "cpu":
-            if block_table.device.type != device.type or device.index not in (None, block_table.device.index):
-                raise ValueError(f"block_table is on {block_table.device}; device is {device}")
-            requests, positions = new_positions(q, s)
-            cu_device, s_device, r, p = upload((cu, s, requests, positions), device)
-            check_table(block_table, q, s, page_size)
-            table = block_table.to(device=device, dtype=torch.int32)
-            slots = slots_of(table, r, p, page_size)
-        else:
-            assert not isinstance(block_table, BlockTable)
-            given = as_array("block_table", block_table)
-            check_table(given, q, s, page_size)
-            host = as_table(given)
-            requests, positions = new_positions(q, s)
-            new_slots = slots_of(host, requests, positions, page_size)
-            # A CPU's kernels look at the context's pages themselves; for another device this is the last chance, and
-            # worth what it costs: to scan 1,024 rows of 512 takes as long as all the rest.
-            if device.type != "cpu" or (new_slots.size and new_slots.min() < 0):
-                check_pages(host, s, page_size)
-            cu_device, s_device, table, slots = upload((cu, s, host, new_slots), device)
-        return cls._of(
-            q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True, pages=pages
-        )
+        return cls._of(made, page_size, causal, is_prefilling, pages=pages)
 
     @classmethod
+    @named
     def decode(cls, seq_lens: Lens, block_table: npt.NDArray[np.integer] | BlockTable, *, page_size: int) -> Batch:
         """`from_lens` of one new token for each request, on the host: what a plan that is padded to a size takes.
 
@@ -175,6 +142,7 @@ class Batch:
         )
 
     @classmethod
+    @named
     def from_tensors(
         cls,
         cu_seqlens_q: torch.Tensor,
@@ -204,42 +172,21 @@ class Batch:
         Raises:
             ValueError: naming the argument, its shape or dtype, or the row whose values cannot be right.
         """
-        rows = seq_lens.numel()
-        for name, tensor, dtype, shape in (
-            ("cu_seqlens_q", cu_seqlens_q, torch.int32, (rows + 1,)),
-            ("seq_lens", seq_lens, torch.int32, (rows,)),
-            ("block_table", block_table, torch.int32, (rows, None)),
-            ("slot_mapping", slot_mapping, torch.int64, (None,)),
-        ):
-            if tensor is not None:
-                check_tensor(name, tensor, dtype, shape, seq_lens.device)
-        cu = as_lens("cu_seqlens_q", twin("cu_seqlens_q", cu_seqlens_q, host_cu_seqlens_q))
-        s = as_lens("seq_lens", twin("seq_lens", seq_lens, host_seq_lens))
-        if cu.size != rows + 1 or s.size != rows:
-            raise ValueError(f"the host twins have {cu.size - 1} and {s.size} rows; the tensors have {rows}")
-        if cu[0] != 0:
-            raise ValueError(f"row 0: cu_seqlens_q starts at {cu[0]}; it must start at 0")
-        q = np.diff(cu)
-        if (falls := q < 0).any():
-            row = int(falls.argmax())
-            raise ValueError(f"row {row}: cu_seqlens_q goes from {cu[row]} to {cu[row + 1]}; it never falls")
-        check_lens(q, s, page_size)
-        if block_table is not None:
-            check_table(block_table, q, s, page_size)
-        if slot_mapping is not None and slot_mapping.numel() < cu[-1]:
-            raise ValueError(f"slot_mapping has {slot_mapping.numel()} rows; the batch has {cu[-1]} new tokens")
-        batch = cls._of(
-            q, s, cu, cu_seqlens_q, seq_lens, block_table, slot_mapping, page_size, causal, is_prefilling, exact=exact
+        made = step_inputs.of_tensors(
+            cu_seqlens_q, seq_lens, block_table, slot_mapping, page_size, host_cu_seqlens_q, host_seq_lens
         )
+        batch = cls._of(made, page_size, causal, is_prefilling, exact=exact)
         if num_reqs is None:
             return batch
-        if not 0 <= num_reqs <= rows or q[num_reqs:].any():
+        rows = made.query_lens.size
+        if not 0 <= num_reqs <= rows or made.query_lens[num_reqs:].any():
             raise ValueError(
                 f"num_reqs is {num_reqs}; rows behind it are padding and have no new tokens, of {rows} rows"
             )
         return replace(batch, num_reqs=num_reqs)
 
     @classmethod
+    @named
     def from_token_table(
         cls,
         req_to_token: torch.Tensor,
@@ -266,92 +213,33 @@ class Batch:
         >>> batch.block_table.tolist(), batch.slot_mapping.tolist()
         ([[2, 5, 1]], [4])
         """
-        q, s = as_lens("query_lens", query_lens), as_lens("seq_lens", seq_lens)
-        check_lens(q, s, page_size)
-        if rows.shape != (q.size,):
-            raise ValueError(f"rows has shape {list(rows.shape)}; it must be [{q.size}], one per request")
-        check_integers("rows", rows)
-        check_integers("req_to_token", req_to_token)
-        if rows.device != req_to_token.device:
-            raise ValueError(f"rows is on {rows.device}; req_to_token is on {req_to_token.device}")
-        start = as_lens("offsets", np.zeros(q.size, np.int32) if offsets is None else offsets)
-        if start.size != q.size:
-            raise ValueError(f"offsets has {start.size} rows; it must have {q.size}, one per request")
-        if (inside := start % page_size != 0).any():
-            row = int(inside.argmax())
-            raise ValueError(f"row {row}: offset {start[row]} is not a multiple of page_size {page_size}")
-        columns = int((start + s).max(initial=0))
-        if req_to_token.dim() != 2 or req_to_token.shape[1] < columns:
-            raise ValueError(f"req_to_token has shape {list(req_to_token.shape)}; a row needs {columns} columns")
-        if req_to_token.device.type == "cpu" and q.size:
-            chosen = rows.numpy()
-            if chosen.min() < 0 or chosen.max() >= len(req_to_token):
-                row = int(((chosen < 0) | (chosen >= len(req_to_token))).argmax())
-                raise ValueError(
-                    f"row {row}: rows is {chosen[row]}; req_to_token has rows 0 to {len(req_to_token) - 1}"
-                )
-        cu = cu_from_lens(q)
-        requests, positions = new_positions(q, s)
-        cu_device, s_device, r, p, offset = upload(
-            (cu, s, requests, positions + start[requests], start), req_to_token.device
-        )
-        width = cdiv(int(s.max(initial=0)), page_size)
-        table = page_table_from_tokens(req_to_token, rows, s_device, page_size, width, offset)
-        slots = req_to_token[rows.long()[r.long()], p.long()].long()
-        if slots.device.type == "cpu" and slots.numel() and slots.numpy().max() // page_size > MAX_INT32:
-            raise ValueError(f"req_to_token holds slot {slots.numpy().max()}; page ids are int32")
-        if slots.device.type == "cpu" and slots.numel() and slots.numpy().min() < 0:
-            token = int(slots.numpy().argmin())
-            raise ValueError(f"row {requests[token]}: req_to_token holds slot {slots.numpy()[token]} for a new token")
-        return cls._of(q, s, cu, cu_device, s_device, table, slots, page_size, causal, is_prefilling, exact=True)
+        made = step_inputs.of_token_table(req_to_token, rows, query_lens, seq_lens, page_size, offsets)
+        return cls._of(made, page_size, causal, is_prefilling)
 
     @classmethod
     def _of(
         cls,
-        q: Int32,
-        s: Int32,
-        cu: Int32,
-        cu_device: torch.Tensor,
-        s_device: torch.Tensor,
-        table: torch.Tensor | None,
-        slots: torch.Tensor | None,
+        made: StepInputs,
         page_size: int,
         causal: bool | torch.Tensor,
         is_prefilling: npt.ArrayLike | None,
         *,
-        exact: bool,
+        exact: bool = True,
         pages: BlockTable | None = None,
     ) -> Batch:
-        if isinstance(causal, np.bool_):
-            causal = bool(causal)
-        if not isinstance(causal, bool | torch.Tensor):
-            raise ValueError(f"causal is {causal!r}; it must be a bool, or a [{q.size}] bool tensor")
-        if isinstance(causal, torch.Tensor) and (causal.shape != (q.size,) or causal.dtype != torch.bool):
-            raise ValueError(
-                f"causal has shape {list(causal.shape)} and dtype {causal.dtype}; a tensor must be [{q.size}] bool"
-            )
-        if isinstance(causal, torch.Tensor) and causal.device != s_device.device:
-            raise ValueError(f"causal is on {causal.device}; seq_lens is on {s_device.device}")
-        prefilling = None if is_prefilling is None else np.array(is_prefilling, dtype=np.bool_)
-        if prefilling is not None and prefilling.shape != q.shape:
-            raise ValueError(f"is_prefilling has shape {list(prefilling.shape)}; it must be [{q.size}]")
+        rows, slots = made.query_lens.size, made.slot_mapping
+        num_tokens = int(made.host_cu_seqlens_q[-1])
         return cls(
-            cu_seqlens_q=cu_device,
-            seq_lens=s_device,
-            block_table=table,
-            slot_mapping=slots,
+            **made._asdict(),
             page_size=page_size,
-            causal=causal,
-            query_lens=q,
-            host_cu_seqlens_q=cu,
-            host_seq_lens=s,
+            causal=step_inputs.causal_of(causal, rows, made.seq_lens.device),
             exact=exact,
-            is_prefilling=prefilling,
-            num_reqs=q.size,
-            num_tokens=int(cu[-1]),
-            padded_tokens=int(cu[-1]) if slots is None else slots.numel(),
-            max_query_len=int(q.max(initial=0)),
-            max_seq_len=int(s.max(initial=0)),
+            is_prefilling=step_inputs.prefilling_of(is_prefilling, rows),
+            num_reqs=rows,
+            num_tokens=num_tokens,
+            padded_tokens=num_tokens if slots is None else slots.numel(),
+            max_query_len=int(made.query_lens.max(initial=0)),
+            max_seq_len=int(made.host_seq_lens.max(initial=0)),
             pages=pages,
         )
 
@@ -359,6 +247,24 @@ class Batch:
     def context_lens(self) -> Int32:
         """[B] host: tokens that are in the cache already; upper bounds where not `exact`."""
         return self.host_seq_lens - self.query_lens
+
+    @property
+    def continues(self) -> bool:
+        """Whether all rows have equally many new tokens, at least one, on a context: decodes, or drafts to verify.
+
+        >>> table = np.array([[0], [1]])
+        >>> Batch.from_lens([2, 2], [9, 3], block_table=table, page_size=16).continues
+        True
+        >>> Batch.from_lens([2, 2], [9, 2], block_table=table, page_size=16).continues
+        False
+        """
+        found = self._continues
+        if found is None:
+            found = bool(0 < self.host_cu_seqlens_q[-1] == self.query_lens.size * self.max_query_len)
+            if found and self.self_attention:
+                found = bool((self.host_seq_lens - self.query_lens).min() > 0)
+            object.__setattr__(self, "_continues", found)
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -375,6 +281,7 @@ class Batch:
         if not self.exact:
             raise ValueError(f"{what} needs exact lengths; this batch's host_seq_lens are upper bounds (exact=False)")
 
+    @named
     def kinds(self, threshold: int = 1, *, uniform: bool = False, short_extends_as_decodes: bool = True) -> Kinds:
         """What each request is: see `portable.order.kinds`."""
         return kinds(
@@ -386,6 +293,7 @@ class Batch:
             uniform=uniform,
         )
 
+    @named
     def split(self, threshold: int = 1, *, uniform: bool = False, short_extends_as_decodes: bool = True) -> Split:
         """The regions of an ordered batch.
 
@@ -398,6 +306,7 @@ class Batch:
         kind = self.kinds(threshold, uniform=uniform, short_extends_as_decodes=short_extends_as_decodes)
         return split(kind, self.host_cu_seqlens_q)
 
+    @named
     def is_ordered(self, threshold: int = 1, *, uniform: bool = False, short_extends_as_decodes: bool = True) -> bool:
         """Whether `split` has an answer.
 
@@ -422,6 +331,7 @@ class Batch:
         total = num_pages(self.host_seq_lens, self.page_size)
         return page_csr(self.block_table, self.seq_lens, self.page_size, total)
 
+    @named
     def with_group(self, block_table: torch.Tensor, slot_mapping: torch.Tensor | None, page_size: int) -> Batch:
         """The same step on the pages of another KV group; lengths, order and variants are not worked out again.
 
@@ -439,7 +349,8 @@ class Batch:
         else:
             self.view.check(table, self.host_seq_lens, page_size)
             rows = self.padded_reqs - self.view.rows.size  # of padding, on page 0
-            table = torch.nn.functional.pad(self.view.of(table), (0, 0, 0, rows))
+            if self.view.picked:
+                table = torch.nn.functional.pad(self.view.of(table), (0, 0, 0, rows))
         return replace(self, block_table=table, slot_mapping=slot_mapping, page_size=page_size)
 
 

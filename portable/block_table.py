@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from portable.lengths import MAX_INT32, Int32
+from portable.arguments import at_least, checked, named
+from portable.lengths import MAX_INT32, Int32, as_integers
 
 KEPT = 1 << 16  # entries of the log; a plan that was longer away takes the whole table
 
@@ -29,10 +30,9 @@ class BlockTable:
     ([[7, 9, 3, 0], [7, 9, 3, 0]], [4, 5, 6])
     """
 
+    @checked
     def __init__(self, rows: int, width: int) -> None:
-        for name, value in (("rows", rows), ("width", width)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        at_least(1, rows=rows, width=width)
         self._table: Int32 = np.zeros((rows, width), np.int32)
         self._log: list[npt.NDArray[np.int64]] = []
         self._first = self._entries = 0  # the version before the log, and what it holds
@@ -45,13 +45,14 @@ class BlockTable:
         """How often it was written to."""
         return self._first + len(self._log)
 
+    @named
     def write(self, row: int, column: int, pages: npt.ArrayLike) -> None:
         """Pages of a request from a column on.
 
         Raises:
             ValueError: no such row or columns, or a page below 0.
         """
-        found = np.asarray(pages)
+        found = as_integers("pages", pages)
         end = column + found.size
         rows, width = self._table.shape
         if not (0 <= row < rows and column >= 0 and end <= width):
@@ -62,6 +63,7 @@ class BlockTable:
         first = row * width
         self._changed(np.arange(first + column, first + end))
 
+    @named
     def put(self, rows: npt.ArrayLike, columns: npt.ArrayLike, pages: npt.ArrayLike) -> None:
         """One page each into entries, [n] of each argument: what requests that grow take in a step.
 
@@ -73,7 +75,7 @@ class BlockTable:
         >>> table.pages.tolist()
         [[7, 0, 0, 0], [0, 0, 8, 0]]
         """
-        row, column, page = (np.asarray(each, np.int64) for each in (rows, columns, pages))
+        row, column, page = as_integers("rows", rows), as_integers("columns", columns), as_integers("pages", pages)
         count, width = self._table.shape
         shapes = row.shape, column.shape, page.shape
         if row.ndim != 1 or len(set(shapes)) > 1:
@@ -89,24 +91,37 @@ class BlockTable:
         self._table.reshape(-1)[places] = page
         self._changed(places)
 
+    @named
     def move(self, source: int, target: int) -> None:
         """The pages of one row into another one, whose own are gone: what closes the gap of a request that left."""
+        self._check_row(source=source, target=target)
         self._become(target, self._table[source])
 
+    @named
     def clear(self, row: int) -> None:
         """A row without pages."""
+        self._check_row(row=row)
         self._become(row, np.zeros(self._table.shape[1], np.int32))
 
+    @named
     def rows(self, count: int) -> Int32:
         """[count, width] the first rows, which change with the table; they are to be read only."""
+        if count < 0:
+            at_least(0, count=count)
         return self._table[:count]
 
+    @named
     def since(self, version: int) -> npt.NDArray[np.int64] | None:
         """The places, row * width + column, that were written since a version; None where that is too long ago."""
         if version < self._first:
             return None
         recent = self._log[version - self._first :]
         return np.concatenate(recent) if recent else np.zeros(0, np.int64)
+
+    def _check_row(self, **rows: int) -> None:
+        for name, row in rows.items():
+            if not 0 <= row < len(self._table):
+                raise ValueError(f"{name} is {row}; the table has rows 0 to {len(self._table) - 1}")
 
     def _become(self, row: int, pages: Int32) -> None:
         places = np.flatnonzero(self._table[row] != pages)

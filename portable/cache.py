@@ -1,9 +1,13 @@
-"""The pages of a layer: their shapes in each cache layout, and their allocation."""
+"""What a layer keeps of its tokens, pages or states: the shapes in each cache layout, and the allocation."""
 
 from __future__ import annotations
 
+from operator import index
+from typing import NamedTuple
+
 import torch
 
+from portable.arguments import as_device, at_least, checked
 from portable.kernel import KV
 from portable.layer import Layer
 
@@ -17,9 +21,8 @@ def cache_shapes(layer: Layer, num_pages: int, page_size: int) -> tuple[tuple[in
     >>> cache_shapes(Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64), num_pages=10, page_size=16)
     ((10, 16, 2, 64), (10, 16, 2, 64))
     """
-    for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if num_pages < 1 or page_size < 1:  # before the names are made: each run and write comes here
+        at_least(1, num_pages=index(num_pages), page_size=index(page_size))
     if layer.family == "mla":
         return (num_pages, page_size, layer.latent_dim), None
     heads, k_dim, v_dim = layer.num_kv_heads, layer.qk_head_dim, layer.v_head_dim
@@ -36,6 +39,7 @@ def cache_shapes(layer: Layer, num_pages: int, page_size: int) -> tuple[tuple[in
     return k_shape, (num_pages, heads, page_size // x, v_dim, x)
 
 
+@checked
 def allocate_cache(layer: Layer, num_pages: int, page_size: int, device: torch.device | str | None = None) -> KV:
     """Zeroed pages for one layer, in its layout and `kv_dtype`.
 
@@ -44,8 +48,37 @@ def allocate_cache(layer: Layer, num_pages: int, page_size: int, device: torch.d
     torch.Size([4, 16, 2, 64])
     """
     k_shape, v_shape = cache_shapes(layer, num_pages, page_size)
+    if device is not None:
+        device = as_device(device)
     k = torch.zeros(k_shape, dtype=layer.kv_dtype, device=device)
     return KV(k, None if v_shape is None else torch.zeros(v_shape, dtype=layer.kv_dtype, device=device))
+
+
+class StatePools(NamedTuple):
+    """The states of one layer: slot i of one belongs to slot i of the other."""
+
+    conv: torch.Tensor  # [slots, W - 1, C], the newest input last
+    ssm: torch.Tensor  # [slots, H, P, N]
+
+
+@checked
+def allocate_states(
+    layer: Layer, num_slots: int, device: torch.device | str | None = None, conv_dtype: torch.dtype | None = None
+) -> StatePools:
+    """Zeroed states for one layer: inputs in `conv_dtype` (None: the layer's dtype), the rest in its `kv_dtype`.
+
+    >>> [tuple(pool.shape) for pool in allocate_states(Layer.mamba2(num_heads=80), num_slots=4, device="cpu")]
+    [(4, 3, 5376), (4, 80, 64, 128)]
+    """
+    at_least(1, num_slots=index(num_slots))
+    if device is not None:
+        device = as_device(device)
+    inputs = (num_slots, layer.conv_width - 1, layer.conv_channels)
+    states = (num_slots, layer.num_heads, layer.qk_head_dim, layer.state_dim)
+    return StatePools(
+        torch.zeros(inputs, dtype=conv_dtype or layer.dtype, device=device),
+        torch.zeros(states, dtype=layer.kv_dtype, device=device),
+    )
 
 
 def token_bytes(layer: Layer) -> int:

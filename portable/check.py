@@ -77,7 +77,7 @@ def check_run(
     elif kv is None:
         raise ValueError("cache is None; a batch with a block_table attends to the pages of the cache")
     else:
-        check_cache(layer, kv, batch)
+        check_cache(layer, kv, batch.page_size, batch.device)
     for name, wanted in (("sinks", layer.sinks), ("alibi", layer.alibi)):
         tensor: torch.Tensor | None = getattr(tensors, name)
         if wanted and tensor is None:
@@ -93,20 +93,20 @@ def check_write(layer: Layer, parts: tuple[Batch, ...], new: KV, kv: KV, tensors
     """Raise a ValueError unless the new tokens fit the layer, the batch and the pages."""
     batch = parts[0]
     _check_new(layer, new, batch.padded_tokens, batch.device)
-    check_cache(layer, kv, batch)
+    check_cache(layer, kv, batch.page_size, batch.device)
     _check_scales(layer, tensors, batch.device)
 
 
-def check_cache(layer: Layer, kv: KV, batch: Batch) -> None:
+def check_cache(layer: Layer, kv: KV, page_size: int, device: torch.device) -> None:
     """Raise a ValueError unless the pages have the layer's layout, dtype and page size."""
-    shapes = cache_shapes(layer, max(1, kv.k.shape[0]), batch.page_size)
+    shapes = cache_shapes(layer, max(1, kv.k.shape[0]), page_size)
     for name, tensor, shape in (("k", kv.k, shapes[0]), ("v", kv.v, shapes[1])):
         if tensor is None or shape is None:
             if (tensor is None) != (shape is None):
                 wrong, right = ("missing", "needs it") if tensor is None else ("given", "has none")
                 raise ValueError(f"cache {name} is {wrong}; a layer of family {layer.family!r} {right}")
             continue
-        _like(f"cache {name}", tensor, shape, layer.kv_dtype, batch.device)
+        _like(f"cache {name}", tensor, shape, layer.kv_dtype, device)
         if tensor.stride(-1) != 1:
             raise ValueError(
                 f"cache {name} has a last stride of {tensor.stride(-1)}; elements of a head are contiguous"
@@ -138,6 +138,8 @@ def _like(
 ) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+    if dtype is None and not tensor.dtype.is_floating_point:
+        raise ValueError(f"{name} is {short(tensor.dtype)}; it must hold numbers of floating point")
     if dtype is not None and tensor.dtype != dtype:
         raise ValueError(f"{name} is {short(tensor.dtype)}; the layer says {short(dtype)}")
     if tensor.device != device:
@@ -181,7 +183,7 @@ def check_latents(
         raise ValueError("k_pe is None; kv_c and k_pe come together")
     _like("k_pe", k_pe, (batch.padded_tokens, layer.qk_rope_head_dim), layer.dtype, batch.device)
     if pages is not None:
-        check_cache(layer, KV(pages, None), batch)
+        check_cache(layer, KV(pages, None), batch.page_size, batch.device)
     for name, tensor in tensors._asdict().items():
         if tensor is None:
             continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from portable.lengths import Int32, Lens, as_lens
 from portable.ragged import cdiv, cu_from_lens, ragged_arange
@@ -30,7 +31,7 @@ class ContextChunk:
         return cu_from_lens(self.lens)
 
 
-def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[ContextChunk]:
+def chunk_context(context_lens: Lens, workspace: int, page_size: int, *, whole: bool = False) -> list[ContextChunk]:
     """Contexts packed into chunks of at most `workspace` tokens, each as full as whole pages allow.
 
     Every context token is in exactly one chunk. A request that does not fit goes on as the first of the next chunk,
@@ -42,6 +43,8 @@ def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[Co
         workspace: tokens that fit at once; at least one page.
         page_size: tokens per page. For a context spread over ranks, of a page of each: its rows of a chunk then start
             on a page of every rank.
+        whole: a request that does not fit into the rest of a chunk begins the next one, so that where it is cut depends
+            on its own length alone. The chunks are then not all full.
 
     Raises:
         ValueError: the workspace holds no page.
@@ -57,11 +60,12 @@ def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[Co
     if workspace < page_size:
         raise ValueError(f"workspace is {workspace} tokens, less than a page of {page_size}; give it at least one page")
     room = workspace // page_size
-    pages = cdiv(lens, page_size).astype(np.int64)
+    pages = -(-lens.astype(np.int64) // page_size)
     if 0 < pages.sum() <= room:
         some = lens.nonzero()[0].astype(np.int32)
-        return [ContextChunk(some, np.zeros_like(some), lens[some])]
-    before = np.cumsum(pages) - pages  # of the requests in front: a request's place on one long shelf of pages
+        return [ContextChunk(some, np.zeros(some.size, np.int32), lens[some])]
+    # of the requests in front: a request's place on one long shelf of pages
+    before = _whole(pages, room) if whole else np.cumsum(pages) - pages
     count = np.where(pages > 0, (before + pages - 1) // room - before // room + 1, 0)
     request, place = ragged_arange(count)
     chunk = before[request] // room + place
@@ -70,6 +74,17 @@ def chunk_context(context_lens: Lens, workspace: int, page_size: int) -> list[Co
     starts, sizes = first.astype(np.int32), (last - first).astype(np.int32)
     edges = np.searchsorted(chunk, np.arange(int(chunk.max(initial=-1)) + 2))
     return [ContextChunk(request[a:b], starts[a:b], sizes[a:b]) for a, b in pairwise(edges)]
+
+
+def _whole(pages: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+    """Where each request begins on the shelf, if those that would be cut by the end of a chunk begin behind it."""
+    before, place = np.zeros_like(pages), 0
+    for i, count in enumerate(pages.tolist()):
+        if place % room + count > room:
+            place = cdiv(place, room) * room
+        before[i] = place
+        place += count
+    return before
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
+import numpy as np
 import torch
 
+from portable.arguments import named
 from portable.attention import Kernels
 from portable.kernel import KV, Needs, Op
 from portable.layer import Layer
+from portable.overlap import Pages, shared_pages
 from portable.platform.detect import detect
 
 
+@named
 def copy_pages(layer: Layer, source: KV, target: KV, pages: Sequence[tuple[int, int]] | torch.Tensor) -> None:
     """Copy pages of one layer's cache, within a pool or to another one, on the same device or between devices.
 
@@ -27,7 +32,8 @@ def copy_pages(layer: Layer, source: KV, target: KV, pages: Sequence[tuple[int, 
 
     Raises:
         ValueError: pools that do not fit together; a pair on the host beyond a pool, a page written twice, or one that
-            is read and written: pairs run at the same time, so which of the two it has would be chance.
+            is read and written: pairs run at the same time, so which of the two it has would be chance. Views of one
+            pool are held against each other by what lies in memory; with pairs on a device, all their pages.
 
     >>> layer = Layer.gqa(num_heads=1, head_dim=8, dtype=torch.float32)
     >>> pool = KV(torch.arange(3.0).reshape(3, 1, 1, 1).repeat(1, 2, 1, 8), torch.zeros(3, 2, 1, 8))
@@ -44,6 +50,8 @@ def copy_pages(layer: Layer, source: KV, target: KV, pages: Sequence[tuple[int, 
         raise ValueError(f"pages is {given.dtype} {tuple(given.shape)}; it must be pairs (from, to): integers [n, 2]")
     if given.device.type == "cpu":
         _check_pairs(given, source, target)
+    elif any(one is not other for one, other in zip(source, target, strict=True)):
+        _check_apart(source, np.arange(len(source.k)), target, np.arange(len(target.k)))
     if source.k.device == target.k.device:
         kernel = _kernels(source.k.device, layer)(Op.CACHE_COPY, Needs(page_size=_page_size(source, layer)))
         kernel.run(source, target, given.to(source.k.device, torch.int64).contiguous(), layer)
@@ -67,6 +75,8 @@ def _check(source: KV, target: KV) -> None:
             raise ValueError(f"{'source' if come is None else 'target'} has no {name} pages and the other pool has")
         if come is None or go is None:
             continue
+        if len(go) > 1 and shared_pages(go, np.array([0]), go, np.array([1])):
+            raise ValueError(f"target has {name} pages that lie on each other; each must have memory of its own")
         if come.shape[1:] != go.shape[1:] or come.dtype != go.dtype:
             raise ValueError(
                 f"{name} pages are {come.dtype} {tuple(come.shape[1:])} in source and {go.dtype} {tuple(go.shape[1:])} "
@@ -80,13 +90,22 @@ def _check_pairs(pages: torch.Tensor, source: KV, target: KV) -> None:
     for name, some, pool in (("source", come, source), ("target", go, target)):
         if some.numel() and (most := int(some.max())) >= len(pool.k):
             raise ValueError(f"pages names page {most} of {name}, which has pages 0 to {len(pool.k) - 1}")
+    if target.v is not None and (found := shared_pages(target.k, go.numpy(), target.v, go.numpy())):
+        raise ValueError(f"target has K page {found[0]} and V page {found[1]} in the same memory; give each its own")
     written, times = go.unique(return_counts=True)
     if (times > 1).any():
         raise ValueError(f"pages writes page {int(written[times > 1][0])} twice; a page can be the target of one pair")
-    if source.k.data_ptr() == target.k.data_ptr() and (both := torch.isin(go, come)).any():
-        raise ValueError(
-            f"pages reads and writes page {int(go[both][0])}; pairs run at the same time, so copy in two calls"
-        )
+    _check_apart(source, come.numpy(), target, go.numpy())
+
+
+def _check_apart(source: KV, come: Pages, target: KV, go: Pages) -> None:
+    for read, written in product(source, target):
+        if read is None or written is None or (found := shared_pages(read, come, written, go)) is None:
+            continue
+        what = f"page {found[1]}"
+        if read is not written:
+            what = f"memory: page {found[0]} of source and page {found[1]} of target share it"
+        raise ValueError(f"pages reads and writes {what}; pairs run at the same time, so copy in two calls")
 
 
 def _page_size(kv: KV, layer: Layer) -> int:

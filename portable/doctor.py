@@ -62,6 +62,8 @@ def report(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "plugins": {group: attempt(group, partial(_plugins, group, environ), []) for group in plugins.GROUPS},
         "cache_dir": attempt("cache_dir", _cache_dir),
     }
+    if lost := plugins.unknown(environ):
+        problems[plugins.VARIABLE] = f"no plug-in is named {', '.join(map(repr, lost))}"
     return {**found, "problems": problems}
 
 
@@ -244,7 +246,8 @@ def _verdict(name: str, package: Mapping[str, Any]) -> tuple[str, ...]:
 def _plugin_row(group: str, plugin: Mapping[str, Any]) -> tuple[str, ...]:
     mark = {"loaded": "yes", "left out": "no"}.get(plugin["state"], "not used")
     why = "PORTABLE_PLUGINS leaves it out" if plugin["state"] == "not allowed" else plugin["problem"] or plugin["state"]
-    return (mark, group, plugin["name"], plugin["distribution"] or plugin["value"], why)
+    said = (plugin["name"], plugin["distribution"] or plugin["value"], why)
+    return (mark, group, *map(plugins.printable, said))
 
 
 def _kernel_row(kernel: Mapping[str, Any]) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Explanation:
             {
                 "op": str(row.op),
                 "phase": row.phase,
-                "needs": {**asdict(row.needs), "graph": row.needs.graph.name},
+                "needs": {**row.needs._asdict(), "graph": row.needs.graph.name},
                 "kernel": row.choice and row.choice.kernel.name,
                 "provider": row.choice and row.choice.kernel.caps.provider,
                 "how": row.how,

@@ -191,11 +191,21 @@ def _kind(layer: Layer) -> str:
 
 
 def why(choice: Choice) -> str:
-    """How a kernel was chosen: what it came before, and the first reason against each that cannot serve."""
+    """How a kernel was chosen: what it came before, and each first reason against others, of which several may have it.
+
+    >>> from portable.backends.torch_native import KERNELS
+    >>> rejected = ("one", ("no fp8",)), ("two", ("no lse", "no sinks")), ("three", ("no lse",))
+    >>> why(Choice(KERNELS[0].caps.op, KERNELS[0], rejected))
+    'automatic; one cannot: no fp8; 2 kernels cannot: no lse'
+    """
     parts = [choice.how]
     if choice.alternatives:
         parts.append(f"before {', '.join(choice.alternatives)}")
-    parts += [f"{name} cannot: {reasons[0]}" for name, reasons in choice.rejected]
+    names: dict[str, list[str]] = {}
+    for name, reasons in choice.rejected:
+        names.setdefault(reasons[0], []).append(name)
+    for reason, some in names.items():
+        parts.append(f"{some[0] if len(some) == 1 else f'{len(some)} kernels'} cannot: {reason}")
     return "; ".join(parts)
 
 

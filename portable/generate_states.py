@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from portable.batch import Batch
+from portable.cache import allocate_states
 from portable.layer import Layer
 from portable.mamba import MambaPlan
 from portable.mamba_copies import plan_state_copies
-from portable.mamba_run import Mamba, allocate_states
+from portable.mamba_run import Mamba
 from portable.model_mamba import Answer, Bound
 from portable.schedule import Chunk
 from portable.state_slots import StateSlots

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from portable.arguments import at_least, checked, named
 from portable.batch import Batch
 from portable.ops import on_device
-from portable.platform.graphs import plain
+from portable.platform.graphs import plain, recording
 from portable.platform.graphs import runtime as runtime_of
 from portable.sizes import Size, least
 
@@ -53,6 +54,7 @@ class Graphs:
         RuntimeError: the device has no graphs.
     """
 
+    @checked
     def __init__(
         self,
         fn: Callable[..., Outputs],
@@ -63,6 +65,7 @@ class Graphs:
         slot: int = 0,
         runtime: Any = None,
     ) -> None:
+        at_least(0, slot=slot, budget=budget or 0)
         self.fn, self.attentions, self.budget, self.slot = fn, tuple(attentions), budget, slot
         self.sizes = tuple(dict.fromkeys(size if isinstance(size, Size) else Size(size) for size in sizes))
         if not self.sizes:
@@ -76,6 +79,7 @@ class Graphs:
         self._pool: Any = None
         self._captured: dict[Size, Captured] = {}
 
+    @named
     def size_of(self, steps: Asked | Sequence[Asked]) -> Size:
         """The size that a step is padded to: the least that holds it.
 
@@ -92,6 +96,7 @@ class Graphs:
             )
         return found
 
+    @named
     def __call__(self, steps: Asked | Sequence[Asked], *inputs: torch.Tensor) -> Any:
         """`fn` for a step: planned, padded to the next size, and replayed.
 
@@ -118,6 +123,7 @@ class Graphs:
         tokens = _batch(each[0]).num_tokens
         return outputs[:tokens] if isinstance(outputs, torch.Tensor) else tuple(x[:tokens] for x in outputs)
 
+    @named
     def capture(self, steps: Asked | Sequence[Asked], *inputs: torch.Tensor) -> int:
         """Capture every size ahead, the largest first, so that the others reuse its memory; bytes that graphs take.
 
@@ -152,6 +158,7 @@ class Graphs:
             plans.append(attention.plan(*given, **more, pad_to=size, slot=self.slot + place))
         return tuple(plans)
 
+    @torch.no_grad()
     def _fill(self, captured: Captured, inputs: Sequence[torch.Tensor]) -> None:
         """The inputs into those that the graph reads, 0 over what the last step had behind them."""
         if len(inputs) != len(captured.inputs):
@@ -181,10 +188,13 @@ class Graphs:
         with torch.no_grad(), on_device(self.device):
             plans = self._plan(empty, size)
             self.fn(plans, *static)
-            with module.graph(graph, pool=self._pool):
+            plans = self._plan(empty, size)  # what has advanced begins anew
+            pool, self._pool = self._pool, None  # of a capture that fails nothing is used again
+            with recording(module, graph, self.device, pool):
                 before = self._held()
                 outputs = self.fn(plans, *static)
                 nbytes = max(self._held() - before, 0)
+            self._pool = pool
         if self.budget is not None and self.nbytes + nbytes > self.budget:
             log.warning("%s takes %d bytes, above the budget of %d for all: not captured", size, nbytes, self.budget)
             return Captured(None, static, (), 0)

@@ -30,6 +30,13 @@ Persistent metadata of graphs, changed on the device, without a wait:
                                                 [n] i32, [n, W] i32, [n] i64, [n] i64 or None: a request of 1 to
                                                 max_seq_len - 1 keys gets one more token, its slot and position;
                                                 others get slot -1 and keep what they have
+    COLLECT         run(table, rows, first, cells, pad, accepted, most, kept, copies)
+                                                table [B, W] i32 or i64, rows and first [n] i32 or None (all rows, 0),
+                                                cells [n, C] i32: those of row rows[i] from column first[i] on; `pad`
+                                                behind the last column, and for a row below 0. accepted [m] i32 or i64
+                                                or None, taken to be 1 to `most`: the first m rows begin accepted - 1
+                                                columns further; kept [m] i32 or None gets what they are taken to be.
+                                                copies: pairs ([k], [k]) of i32, i64 or bool, (from, to), one of each
 
 x, z and out are [T, H, P] (z or None), dt [T, H], b and c [T, G, N], pool [slots, H, P, N] and `tensors` a SsmTensors:
 state = exp(dt a) state + dt x b, out = (state c + d x) silu(z). Mamba-1 has a head per channel, so P is 1.
@@ -74,6 +81,7 @@ class Op(str, Enum):
     STATE_COPY = "state_copy"
     REFRESH = "refresh"
     ADVANCE = "advance"
+    COLLECT = "collect"
 
     __hash__ = str.__hash__  # in C: a plan looks up a kernel 3 to 8 times
 
@@ -95,6 +103,8 @@ class GraphLevel(IntEnum):
     UNIFORM = 2  # the same number of query tokens per request
     VARLEN = 3  # any up to a limit
     ALWAYS = 4
+
+    __hash__ = int.__hash__  # in C, as that of `Op`
 
 
 class KV(NamedTuple):
@@ -139,8 +149,7 @@ class Requires(NamedTuple):
     versions: str = ""  # a PEP 440 specifier set, ">=2.6,<3"; empty = any
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):  # which is made and looked up in a third of a dataclass's time, 3 to 8 times a plan
     """What a segment asks beyond the layer. Lengths are buckets: powers of two that hold the segment's.
 
     >>> Needs(page_size=16, query_len=1, seq_len=4096).causal

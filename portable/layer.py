@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from portable.arguments import at_least, check_fields, checked
+
 Family = Literal["gqa", "mla", "mamba1", "mamba2"]
 Window = tuple[int | None, int | None]  # (left, right) keys beside the diagonal, inclusive; None = open
 CACHE_LAYOUTS = ("strided", "k_packed", "shuffled")
@@ -52,10 +54,11 @@ class Layer:
     batch_invariant: bool = False  # a row's bits do not depend on the rest of the batch
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "qk_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        check_fields(self)
+        at_least(1, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        at_least(1, qk_head_dim=self.qk_head_dim, v_head_dim=self.v_head_dim)
+        at_least(0, kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
+        at_least(0, state_dim=self.state_dim, conv_width=self.conv_width, num_groups=self.num_groups)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if not (math.isfinite(self.scale) and self.scale > 0):
@@ -78,6 +81,7 @@ class Layer:
             raise ValueError(f"cache_layout is {self.cache_layout!r}; it must be one of {', '.join(CACHE_LAYOUTS)}")
 
     @classmethod
+    @checked
     def gqa(
         cls,
         *,
@@ -104,6 +108,7 @@ class Layer:
         >>> Layer.gqa(num_heads=8, head_dim=64, window=4).window
         (3, 0)
         """
+        at_least(1, head_dim=head_dim)
         if isinstance(window, int):
             if window < 1:
                 raise ValueError(f"window is {window}; a sliding window counts the token itself, so it is at least 1")
@@ -128,6 +133,7 @@ class Layer:
         )
 
     @classmethod
+    @checked
     def mla(
         cls,
         *,
@@ -149,9 +155,7 @@ class Layer:
         >>> layer.qk_head_dim, layer.v_head_dim, layer.latent_dim
         (192, 128, 576)
         """
-        for name, value in (("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        at_least(1, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         return cls(
             family="mla",
@@ -168,6 +172,7 @@ class Layer:
         )
 
     @classmethod
+    @checked
     def mamba2(
         cls,
         *,
@@ -185,6 +190,10 @@ class Layer:
         >>> Layer.mamba2(num_heads=80).chunk
         256
         """
+        at_least(1, num_heads=num_heads, head_dim=head_dim, state_dim=state_dim, conv_width=conv_width)
+        at_least(1, num_groups=num_groups)
+        if num_heads % num_groups:
+            raise ValueError(f"num_heads {num_heads} is not a multiple of num_groups {num_groups}")
         return cls(
             family="mamba2",
             num_heads=num_heads,
@@ -201,6 +210,7 @@ class Layer:
         )
 
     @classmethod
+    @checked
     def mamba1(
         cls,
         *,
@@ -217,6 +227,7 @@ class Layer:
         >>> layer.num_heads, layer.qk_head_dim, layer.num_groups
         (1536, 1, 1)
         """
+        at_least(1, num_channels=num_channels)
         layer = cls.mamba2(
             num_heads=num_channels,
             head_dim=1,

@@ -102,8 +102,33 @@ def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
         raise ValueError(f"{name} is ragged; its rows must be equally long") from error
 
 
+def as_integers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """An int64 array of integers, or a ValueError; a list without elements counts as one of them.
+
+    >>> as_integers("rows", [3, 4])
+    array([3, 4])
+    """
+    given = as_array(name, values)
+    if given.size:
+        check_integers(name, given)
+    return given.astype(np.int64, copy=False)
+
+
+def as_flags(name: str, values: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """A fresh array of bools, given as they are or as integers.
+
+    >>> as_flags("is_prefilling", [0, 1])
+    array([False,  True])
+    """
+    given = as_array(name, values)
+    if given.size and given.dtype.kind not in "biu":
+        raise ValueError(f"{name} has dtype {given.dtype}; it must hold bools")
+    return given.astype(np.bool_)
+
+
 def as_table(values: npt.NDArray[np.integer]) -> Int32:
     """A block table as int32 in C order, not copied where it is that already; an id past int32 is a ValueError."""
+    check_integers("block_table", values)
     if values.size and not np.can_cast(values.dtype, np.int32):
         wide = (values > MAX_INT32) | (values < -MAX_INT32 - 1)
         if wide.any():
@@ -130,14 +155,13 @@ def check_tensor(
         raise ValueError(f"{name} has a last stride of {tensor.stride(-1)}; it must be 1: give its contiguous()")
 
 
-def twin(name: str, tensor: torch.Tensor, host: npt.ArrayLike | None) -> npt.NDArray[np.generic]:
-    """The host twin of a tensor: the one that is given, or the tensor itself where it is on the CPU."""
+def twin(name: str, tensor: torch.Tensor, host: npt.ArrayLike | None) -> Int32:
+    """The host twin of a tensor of lengths: the one that is given, or the tensor itself where it is on the CPU."""
     if host is not None:
-        return np.asarray(host)
+        return as_lens(f"host_{name}", host)
     if tensor.device.type != "cpu":
         raise ValueError(f"host_{name} is None; {name} is on {tensor.device}, and reading it would stop the device")
-    values: npt.NDArray[np.generic] = tensor.numpy()
-    return values
+    return as_lens(name, tensor.numpy())
 
 
 def new_positions(query_lens: Int32, seq_lens: Int32) -> tuple[Int32, Int32]:

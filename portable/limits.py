@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from portable.arguments import at_least
 from portable.batch import Batch
 from portable.ragged import cdiv
 
@@ -23,10 +24,7 @@ class Limits:
     max_seq_len: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}; it must be an int of at least 1")
+        at_least(1, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def check(self, batch: Batch, device: torch.device, owner: str) -> None:
         """Raise a ValueError unless a step fits and is on this device; `owner` is what was made for the limits.
@@ -36,13 +34,15 @@ class Limits:
         Traceback (most recent call last):
         ValueError: the batch has 9 tokens, above the 8 that this Attention was made for
         """
-        for name, value, limit in (
-            ("requests", batch.num_reqs, self.max_reqs),
-            ("tokens", batch.num_tokens, self.max_tokens),
-            ("tokens in one sequence", batch.max_seq_len, self.max_seq_len),
-        ):
-            if value > limit:
-                raise ValueError(f"the batch has {value} {name}, above the {limit} that this {owner} was made for")
+        reqs, tokens, longest = batch.num_reqs, batch.num_tokens, batch.max_seq_len
+        if reqs > self.max_reqs or tokens > self.max_tokens or longest > self.max_seq_len:
+            for name, value, limit in (
+                ("requests", reqs, self.max_reqs),
+                ("tokens", tokens, self.max_tokens),
+                ("tokens in one sequence", longest, self.max_seq_len),
+            ):
+                if value > limit:
+                    raise ValueError(f"the batch has {value} {name}, above the {limit} that this {owner} was made for")
         if batch.block_table is not None and batch.page_size != self.page_size:
             raise ValueError(f"the batch has page_size {batch.page_size}; this {owner} was made for {self.page_size}")
         if batch.device != device:

@@ -21,11 +21,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.arguments import at_least
 from portable.batch import Batch
 from portable.layer import Layer
 from portable.mamba_chunks import stored_chunks
 from portable.mamba_memory import StateMemory
-from portable.mamba_places import Places, Table, accepted_counts, check_apart, greatest, located, per_row, slots_at
+from portable.mamba_places import (
+    Places,
+    Table,
+    accepted_counts,
+    check_apart,
+    greatest,
+    in_range,
+    located,
+    per_row,
+    slots_at,
+)
 from portable.planned import Padded
 from portable.ragged import cdiv, ragged_arange
 from portable.states import DecodeStates, PrefillStates
@@ -152,7 +163,7 @@ def plan_mamba(
         ran = per_row("running", running, batch.num_reqs, q.size, -1)
         before = np.where(ran >= 0, ran, before)
     device = batch.device if memory is None else memory.device
-    kept, counts = accepted_counts(batch, num_accepted, num_draft, device)
+    kept, counts = accepted_counts(batch, num_accepted, num_draft)
     if kept is not None:
         before = before + kept - 1
 
@@ -175,29 +186,34 @@ def plan_mamba(
     if p > d:
         blocks = ragged_arange(cdiv(q[pre], conv_block))
         arrays += [cu[d : p + 1] - cu[d], has_initial, chunks.cu_chunks, chunks.rows, chunks.last, at, *blocks]
-    places = Places(
-        np.concatenate(at_rows),
-        np.concatenate(at_columns),
-        None if counts is None else counts[: max(p, dec.stop)] - 1,
-        0 if counts is None else num_draft,
-    )
-    host = located(table, places, batch.num_reqs, pad_slot)
-    if host.dtype == np.int32:
-        written = dec.stop + p - d  # behind what is read
-        check_apart(host[written:], places.rows[written:], dec.stop * tokens.size, pad_slot)
+    at_host = Places(np.concatenate(at_rows), np.concatenate(at_columns), None)
+
+    def places() -> Places:
+        if counts is None:
+            return at_host
+        behind = in_range(counts, q.size, num_draft, device)[: max(p, dec.stop)] - 1
+        return at_host._replace(behind=behind, reach=num_draft)
+
     cu_here, padding = cu[: dec.stop + 1], None
     if memory is None:
+        at_device = places()
+        host = located(table, at_device, batch.num_reqs, pad_slot)
+        if host.dtype == np.int32:
+            written = dec.stop + p - d  # behind what is read
+            check_apart(host[written:], at_host.rows[written:], dec.stop * tokens.size, pad_slot)
         ones = np.ones(dec.stop, np.int32)
         *there, cu_d, accepted, found = upload([*arrays, cu_here, ones if kept is None else kept[dec], host], device)
-        slots = slots_at(found, table, places, pad_slot)
-        if counts is not None:
-            accepted = counts[dec]
+        slots = slots_at(found, table, at_device, pad_slot)
+        if at_device.behind is not None:
+            accepted = at_device.behind[dec] + 1
     else:
         behind = np.arange(batch.padded_tokens) >= batch.num_tokens
-        brought = memory.bring(cu_here, None if kept is None else kept[dec], behind, host, arrays)
-        if host.dtype != np.int32:
-            memory.look(brought, host, table, places, pad_slot, counts)
-        cu_d, accepted, padding, slots, there = *brought[:-1], list(brought.blocks)
+        mine = None if kept is None else kept[dec]
+        brought, host = memory.look_up(
+            table, at_host, batch.num_reqs, pad_slot, counts, 1 + num_draft, cu_here, mine, behind, arrays
+        )
+        cu_d, accepted, padding, slots = brought[:4]
+        there = list(brought.blocks)
     reads, initial, writes, final, stores = _parted(slots, dec.stop, tokens.size, p - d)
     columns = [] if mode == "none" else there[:3]
     decode = prefill = None
@@ -236,7 +252,7 @@ def plan_mamba(
         decode=decode,
         prefill=prefill,
         blocks=BlockIndices(*columns) if columns else None,
-        places=lambda: places,
+        places=places,
         num_reqs=batch.num_reqs,
         num_tokens=batch.num_tokens,
         padded_tokens=batch.padded_tokens,
@@ -256,14 +272,9 @@ def _checked(
         raise ValueError(f"layer.family is {layer.family!r}; states are of 'mamba1' and 'mamba2' layers")
     if mode not in ("none", "align", "all"):
         raise ValueError(f"mode is {mode!r}; it must be 'none', 'align' or 'all'")
-    before = max(1, layer.conv_width - 1)  # a block needs inputs in front of it, of the one before
-    for name, value, least in (
-        ("block_size", size, 1),
-        ("num_draft", num_draft, 0),
-        ("conv_block", conv_block, before),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be an int of at least {least}")
+    at_least(1, block_size=size)
+    at_least(0, num_draft=num_draft)
+    at_least(max(1, layer.conv_width - 1), conv_block=conv_block)  # the inputs in front of a block are of one before
     if batch.view is not None or not batch.self_attention:
         raise ValueError("the batch is derived by a variant; states are of whole sequences, so plan the step itself")
     table = batch.block_table if table is None else table

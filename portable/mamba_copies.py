@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from portable.lengths import Int32, as_lens, check_integers
+from portable.arguments import at_least, checked, named
+from portable.lengths import Int32, as_integers, as_lens, check_integers
 
 Rows = npt.NDArray[np.integer]
 Pairs = npt.NDArray[np.int64]
@@ -50,22 +51,19 @@ class RunningStates:
     Moves(rows=array([0]), sources=array([3], dtype=int32), targets=array([1], dtype=int32))
     """
 
+    @checked
     def __init__(
         self, max_reqs: int, *, block_size: int, mode: Literal["align", "all"] = "align", num_draft: int = 0
     ) -> None:
-        for name, value, least in (
-            ("max_reqs", max_reqs, 1),
-            ("block_size", block_size, 1),
-            ("num_draft", num_draft, 0),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least {least}")
+        at_least(1, max_reqs=max_reqs, block_size=block_size)
+        at_least(0, num_draft=num_draft)
         if mode not in ("align", "all"):
             raise ValueError(f"mode is {mode!r}; it must be 'align' or 'all': in 'none' nothing is copied")
         self.block_size, self.mode, self.num_draft = block_size, mode, num_draft
         self.running = np.full(max_reqs, -1, np.int32)  # the column; -1: that of the last computed token, if any
         self.accepted = np.ones(max_reqs, np.int32)  # tokens of the last step that count: the state is as far behind
 
+    @named
     def forget(self, *rows: npt.ArrayLike) -> None:
         """Drop what is known of requests: those that finished, were preempted, or are resumed, before they run again.
 
@@ -81,6 +79,7 @@ class RunningStates:
             which = self._rows(some)
             self.running[which], self.accepted[which] = -1, 1
 
+    @named
     def before(self, rows: npt.ArrayLike, computed: npt.ArrayLike, scheduled: npt.ArrayLike) -> Moves:
         """The moves before a step of `scheduled` [n] new tokens on `computed` [n]: none in the mode "all".
 
@@ -101,6 +100,7 @@ class RunningStates:
         self.accepted[which[moves]] = 1
         return Moves(which[moves], source, target[moves])
 
+    @named
     def after(
         self,
         rows: npt.ArrayLike,
@@ -145,7 +145,7 @@ class RunningStates:
         return Moves(which[moves], source[moves], target[moves])
 
     def _rows(self, rows: npt.ArrayLike) -> Rows:
-        given = np.asarray(rows, dtype=np.int64).reshape(-1)
+        given = as_integers("rows", rows).reshape(-1)
         if given.size and (given.min() < 0 or given.max() >= self.running.size):
             wrong = given[(given < 0) | (given >= self.running.size)]
             raise ValueError(f"rows holds {wrong[0]}; requests are numbered from 0 to {self.running.size - 1}")
@@ -159,6 +159,7 @@ class RunningStates:
                 )
 
 
+@named
 def plan_state_copies(moves: Moves, table: npt.ArrayLike) -> Pairs:
     """The slots to copy, [n, 2] int64 (from, to), in the pools of one group of states: what `Mamba.copy` takes.
 

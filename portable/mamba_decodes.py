@@ -1,6 +1,6 @@
 """The plan of a step of recurrent layers that only decodes, each request from the state of its row: the usual one.
 
-It is what `plan_mamba` gives, in a third of the time, where there are no blocks and nothing is looked up on a device.
+It is what `plan_mamba` gives, in a third of the time, where there are no blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from portable.batch import Batch
 from portable.lengths import MAX_INT32, Int32
 from portable.mamba import MambaPlan
 from portable.mamba_memory import StateMemory
-from portable.mamba_places import Places, Table, accepted_counts
+from portable.mamba_places import Places, Table, accepted_counts, far, greatest, in_range
 from portable.states import DecodeStates
 from portable.upload import upload
 
@@ -41,35 +41,47 @@ def plan_decodes(
     """
     live, width = batch.num_reqs, 1 + num_draft
     given = batch.block_table if table is None else table
-    on_device = isinstance(num_accepted, torch.Tensor) and num_accepted.device.type != "cpu"
-    if on_device or given is None or given.ndim != 2 or batch.padded_reqs != live or not live:
+    if given is None or given.ndim != 2 or batch.padded_reqs != live or not live:
         return None
-    if isinstance(given, torch.Tensor):
-        if given.device.type != "cpu":
-            return None
-        given = given.numpy()
+    looked_up = far(num_accepted) or far(given)
+    if looked_up and memory is None:
+        return None
+    host = given.numpy() if isinstance(given, torch.Tensor) and not far(given) else given
     q = batch.query_lens
-    decodes = q.min() > 0 and q.max() <= width and (batch.host_seq_lens > q).all()
-    if not decodes or (batch.is_prefilling is not None and batch.is_prefilling.any()):
+    decodes = batch.continues or (q.min() > 0 and (batch.host_seq_lens > q).all())
+    if not decodes or batch.max_query_len > width or (batch.is_prefilling is not None and batch.is_prefilling.any()):
         return None
-    found = _slots(given, q, rows, width, pad_slot)
-    if found is None:
-        return None
-    kept, _ = accepted_counts(batch, num_accepted, num_draft, batch.device)
-    if kept is not None:
-        found[:live] = given[np.arange(live), kept - 1]
-    cu = np.full(rows + 1, batch.num_tokens, np.int32)
-    cu[: live + 1] = batch.host_cu_seqlens_q
+    found: npt.NDArray[np.integer] | None = None
+    if not looked_up:
+        assert isinstance(host, np.ndarray)
+        found = _slots(host, q, rows, width, pad_slot)
+        if found is None:
+            return None
+    kept, on_device = accepted_counts(batch, num_accepted, num_draft)
+    if kept is not None and found is not None:
+        found[:live] = host[np.arange(live), kept - 1]
+    cu = batch.host_cu_seqlens_q
+    if live < rows:
+        cu = np.full(rows + 1, batch.num_tokens, np.int32)
+        cu[: live + 1] = batch.host_cu_seqlens_q
     if memory is None:
+        assert found is not None
         device, padding = batch.device, None
         counts = np.ones(rows, np.int32) if num_draft and kept is None else kept
-        cu_device, slots, *counted = upload([cu, found] if counts is None else [cu, found, counts], device)
+        cu_device = batch.cu_seqlens_q if live == rows else upload([cu], device)[0]
+        slots, *counted = upload([found] if counts is None else [found, counts], device)
         accepted = counted[0] if counted else None
     else:
         device = memory.device
         if kept is not None and live < rows:
             kept = np.concatenate([kept, np.ones(rows - live, np.int32)])
-        brought = memory.bring(cu, kept, np.arange(tokens) >= batch.num_tokens, found)
+        pads = np.zeros(tokens, np.bool_)
+        pads[batch.num_tokens :] = True
+        if found is None:
+            at = _places(q, kept, rows, width)
+            brought, found = memory.look_up(host, at, live, pad_slot, on_device, width, cu, kept, pads, ())
+        else:
+            brought = memory.bring(cu, kept, pads, found)
         cu_device, slots, accepted, padding = brought.cu_seqlens_q, brought.slots, brought.num_accepted, brought.padding
     decode = DecodeStates(
         requests=slice(0, rows),
@@ -81,17 +93,24 @@ def plan_decodes(
         max_query_len=max_query_len,
         pad_slot=pad_slot,
     )
+
+    def places() -> Places:
+        found = _places(q, kept, rows, width)
+        if on_device is None:
+            return found
+        return found._replace(behind=in_range(on_device, rows, num_draft, device) - 1, reach=num_draft)
+
     return MambaPlan(
         decode=decode,
         prefill=None,
         blocks=None,
-        places=lambda: _places(q, kept, rows, width),
+        places=places,
         num_reqs=live,
         num_tokens=batch.num_tokens,
         padded_tokens=tokens,
         pad_slot=pad_slot,
         device=device,
-        max_slot=int(found.max()),
+        max_slot=greatest(found),
         padding=padding,
         handle=handle,
     )
@@ -113,7 +132,10 @@ def _slots(table: npt.NDArray[np.integer], q: Int32, rows: int, width: int, pad_
         writes[:live] = np.where(np.arange(width) < q[:, None], given, pad_slot)
     found[:live] = given[:, 0]
     written = np.sort(writes[:live], axis=None)  # 3.6 us for 1,024
-    if ((written[1:] == written[:-1]) & (written[1:] != pad_slot)).any():
+    twice = written[1:] == written[:-1]
+    if width > 1:
+        twice &= written[1:] != pad_slot
+    if twice.any():
         return None
     return found
 

@@ -14,6 +14,11 @@ from portable.lengths import Int32, as_array, check_integers
 Table = torch.Tensor | npt.NDArray[np.integer]
 
 
+def far(values: object) -> bool:
+    """Whether they are a tensor of a device, at which the host does not look."""
+    return isinstance(values, torch.Tensor) and values.device.type != "cpu"
+
+
 class Places(NamedTuple):
     """Where in a table the slots of a plan stand.
 
@@ -42,7 +47,7 @@ def located(table: Table, places: Places, num_reqs: int, pad_slot: int = -1) -> 
         entry = int(most.argmax())
         raise ValueError(f"row {rows[entry]}: the step needs column {most[entry]}, but table is {width} wide")
     none, flat = columns < 0, rows * np.int64(width) + columns
-    if places.behind is not None or (isinstance(table, torch.Tensor) and table.device.type != "cpu"):
+    if places.behind is not None or far(table):
         return np.where(none, -1, flat)
     if not table.shape[0] or not width:
         return np.full(rows.size, pad_slot, np.int32)
@@ -116,15 +121,15 @@ def greatest(found: npt.NDArray[np.integer]) -> int:
 
 
 def accepted_counts(
-    batch: Batch, num_accepted: npt.ArrayLike | torch.Tensor | None, num_draft: int, device: torch.device
+    batch: Batch, num_accepted: npt.ArrayLike | torch.Tensor | None, num_draft: int
 ) -> tuple[Int32 | None, torch.Tensor | None]:
-    """The counts of all rows on the host, checked, or on the device, kept in range there; padding has 1."""
+    """The counts of all rows on the host, checked, padding having 1; or of the requests, as the device has them."""
     rows, num_reqs = batch.padded_reqs, batch.num_reqs
-    if isinstance(num_accepted, torch.Tensor) and num_accepted.device.type != "cpu":
+    if isinstance(num_accepted, torch.Tensor) and far(num_accepted):
         if num_accepted.dim() != 1 or len(num_accepted) not in (num_reqs, rows):
             raise ValueError(f"num_accepted has shape {list(num_accepted.shape)}; it must be [{num_reqs}]")
-        counts = num_accepted.to(device=device, dtype=torch.int32).clamp(1, 1 + num_draft)
-        return None, torch.nn.functional.pad(counts, (0, rows - len(counts)), value=1)
+        check_integers("num_accepted", num_accepted)
+        return None, num_accepted[:num_reqs]
     if num_accepted is None:
         return None, None
     kept = np.where(batch.query_lens > 0, per_row("num_accepted", num_accepted, num_reqs, rows, 1), 1).astype(np.int32)
@@ -132,3 +137,9 @@ def accepted_counts(
         row = int(wrong.argmax())
         raise ValueError(f"row {row}: num_accepted is {kept[row]}; it must be between 1 and {1 + num_draft}")
     return kept, None
+
+
+def in_range(counts: torch.Tensor, rows: int, num_draft: int, device: torch.device) -> torch.Tensor:
+    """[rows] i32 counts of a device, those out of range taken for the nearest; padding has 1."""
+    near = counts.to(device=device, dtype=torch.int32).clamp(1, 1 + num_draft)
+    return torch.nn.functional.pad(near, (0, rows - len(near)), value=1)

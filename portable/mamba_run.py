@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from portable import ops
-from portable.attention import Kernels, load_kernels
+from portable.arguments import at_least, checked, named
+from portable.attention import Kernels
 from portable.batch import Batch
+from portable.cache import StatePools
 from portable.kernel import Needs, Op
 from portable.layer import Layer
+from portable.lengths import as_array
 from portable.mamba import MambaPlan, Mode
 from portable.mamba_copies import Pairs
 from portable.mamba_memory import StateMemory
@@ -22,38 +25,13 @@ from portable.mamba_places import Table
 from portable.mamba_slot import MambaSlot
 from portable.platform.detect import detect
 from portable.ragged import cu_from_lens
-from portable.select import Choice, parse_requested, requested_from_env
+from portable.select import Choice, requested_by
 from portable.sizes import Size
 from portable.states import SsmTensors
 from portable.upload import upload
 
 if TYPE_CHECKING:
     from portable.explain import Explanation
-
-
-class StatePools(NamedTuple):
-    """The states of one layer: slot i of one belongs to slot i of the other."""
-
-    conv: torch.Tensor  # [slots, W - 1, C], the newest input last
-    ssm: torch.Tensor  # [slots, H, P, N]
-
-
-def allocate_states(
-    layer: Layer, num_slots: int, device: torch.device | str | None = None, conv_dtype: torch.dtype | None = None
-) -> StatePools:
-    """Zeroed states for one layer: inputs in `conv_dtype` (None: the layer's dtype), the rest in its `kv_dtype`.
-
-    >>> [tuple(pool.shape) for pool in allocate_states(Layer.mamba2(num_heads=80), num_slots=4, device="cpu")]
-    [(4, 3, 5376), (4, 80, 64, 128)]
-    """
-    if num_slots < 1:
-        raise ValueError(f"num_slots is {num_slots}; it must be at least 1")
-    inputs = (num_slots, layer.conv_width - 1, layer.conv_channels)
-    states = (num_slots, layer.num_heads, layer.qk_head_dim, layer.state_dim)
-    return StatePools(
-        torch.zeros(inputs, dtype=conv_dtype or layer.dtype, device=device),
-        torch.zeros(states, dtype=layer.kv_dtype, device=device),
-    )
 
 
 class Mamba:
@@ -70,6 +48,7 @@ class Mamba:
     Raises:
         UnsupportedError: no kernel serves this layer on this device; the message lists every reason.
 
+    >>> from portable import allocate_states
     >>> layer = Layer.mamba2(num_heads=2, head_dim=4, state_dim=8, dtype=torch.float32)
     >>> mamba, pools = Mamba(layer, device="cpu"), allocate_states(layer, num_slots=4, device="cpu")
     >>> plan = mamba.plan(Batch.from_lens([5], [5]), [[3]])
@@ -81,6 +60,7 @@ class Mamba:
     (torch.Size([5, 2, 4]), [False, False, False, True])
     """
 
+    @checked
     def __init__(
         self,
         layer: Layer,
@@ -97,35 +77,58 @@ class Mamba:
             raise ValueError(f"layer.family is {layer.family!r}; Mamba serves 'mamba1' and 'mamba2' layers")
         if mode not in get_args(Mode):
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, get_args(Mode)))}")
-        limits = {"max_reqs": (max_reqs, 1), "max_tokens": (max_tokens, 1), "num_draft": (num_draft, 0)}
+        at_least(1, max_reqs=max_reqs, max_tokens=max_tokens)
+        at_least(0, num_draft=num_draft)
         if mode != "none" or block_size is not None:
-            limits["block_size"] = (block_size or 0, 1)
-        for name, (value, least) in limits.items():
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least {least}")
+            at_least(1, block_size=block_size or 0)
         self.layer, self.mode, self.block_size, self.num_draft = layer, mode, block_size, num_draft
         self.max_reqs, self.max_tokens = max_reqs, max_tokens
         self.target = detect(device)
         self.device = torch.device(self.target.device)
-        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
-        self._kernels = Kernels(self.target, layer, requested)
+        self._kernels = Kernels(self.target, layer, requested_by(backend))
         self._slots: dict[int, MambaSlot] = {}
         usual = {"conv1d": Op.CONV1D, "decode": Op.STATE_UPDATE, "prefill": Op.SSD, "copy": Op.STATE_COPY}
         self.choices: Mapping[str, Choice] = {name: self._kernels.choice(op, Needs()) for name, op in usual.items()}
 
     def explain(self) -> Explanation:
         """Every choice with its reasons; print it."""
-        from portable.explain import explain
+        return self._kernels.explain()
 
-        return explain(
-            self.target,
-            self.layer,
-            requested=self._kernels.requested,
-            installed=self._kernels.installed,
-            kernels=load_kernels(),
-            verdict=self._kernels.verdicts,
+    @checked
+    def warmup(
+        self, *, tensors: SsmTensors | None = None, gated: bool | None = None, bias: bool | None = None,
+        conv_dtype: torch.dtype | None = None,
+    ) -> int:  # fmt: skip
+        """Compile all that steps of this object's limits launch, and load it for the life of the process.
+
+        A graph can be captured afterwards: what is cold then is a RuntimeError.
+
+        Args:
+            tensors: the like of those to come; None: A, D and a bias of dt, in float32.
+            gated, bias: whether `run` will be given z, and `conv` a bias; None: either way.
+            conv_dtype: of the pool of inputs; None: the layer's.
+
+        Returns:
+            The number of kernels that were compiled, or read from disk.
+
+        >>> Mamba(Layer.mamba2(num_heads=2), device="cpu").warmup()  # nothing is compiled there
+        0
+        """
+        from portable import mamba_warmup
+
+        given: Any = mamba_warmup.example(self.layer) if tensors is None else tensors
+        return self._kernels.warm(
+            mamba_warmup.needs(),
+            mamba_warmup.steps(self.max_reqs, self.max_tokens, self.num_draft),
+            (mamba_warmup.pages(self.layer, conv_dtype or self.layer.dtype),),
+            given,
+            (False,),
+            mamba_warmup.launches(
+                self.num_draft, *((True, False) if each is None else (each,) for each in (gated, bias))
+            ),
         )
 
+    @named
     def plan(
         self,
         batch: Batch,
@@ -147,12 +150,10 @@ class Mamba:
             ValueError: what `plan_mamba` refuses; a step that is larger than this object was made for, on another
                 device, or padded with prefills in it.
         """
-        for name, value, limit in (
-            ("requests", batch.num_reqs, self.max_reqs),
-            ("tokens", batch.num_tokens, self.max_tokens),
-        ):
-            if value > limit:
-                raise ValueError(f"the batch has {value} {name}, above the {limit} that this Mamba was made for")
+        if batch.num_reqs > self.max_reqs or batch.num_tokens > self.max_tokens:
+            reqs, tokens = ("requests", batch.num_reqs, self.max_reqs), ("tokens", batch.num_tokens, self.max_tokens)
+            name, value, limit = reqs if batch.num_reqs > self.max_reqs else tokens
+            raise ValueError(f"the batch has {value} {name}, above the {limit} that this Mamba was made for")
         if batch.device != self.device and (pad_to is None or batch.device.type != "cpu"):
             raise ValueError(f"the batch is on {batch.device}; this Mamba runs on {self.device}")
         options = {
@@ -163,15 +164,17 @@ class Mamba:
             "running": running,
             "checkpoints": checkpoints,
         }
-        found = np.asarray(table) if isinstance(table, Sequence) else table
+        found = as_array("table", table) if isinstance(table, Sequence) else table
         if pad_to is None:
             return self._slot(slot).renew(batch, found, **options)
         queries = 1 + self.num_draft
-        size = pad_to if isinstance(pad_to, Size) else Size(pad_to, queries, pad_to * queries if queries > 1 else None)
-        size.check_within("Mamba", self.max_reqs, self.max_tokens)
+        if not isinstance(pad_to, Size):
+            pad_to = _size(pad_to, queries)
+        pad_to.check_within("Mamba", self.max_reqs, self.max_tokens)
         with ops.on_device(self.device):
-            return self._slot(slot).renew_padded(batch, size, found, **options)
+            return self._slot(slot).renew_padded(batch, pad_to, found, **options)
 
+    @named
     def with_group(self, plan: MambaPlan, table: Table, *, slot: int) -> MambaPlan:
         """The step of a plan on the states of another group with the same block size, as the plan of another slot."""
         self._check_current(plan)
@@ -180,6 +183,7 @@ class Mamba:
         source = next(each for each in self._slots.values() if each.plan is plan)
         return self._slot(slot).adopt(source, table)
 
+    @named
     def conv(
         self,
         x: torch.Tensor,
@@ -205,6 +209,7 @@ class Mamba:
         ops.state_conv(x, weight, bias, pool, out, silu, plan.handle)
         return out
 
+    @named
     def run(
         self,
         x: torch.Tensor,
@@ -235,6 +240,7 @@ class Mamba:
         ops.state_scan(x, dt, b, c, z, pool, a, d, dt_bias, softplus, least, most, out, plan.handle)
         return out
 
+    @named
     def copy(self, *groups: tuple[Sequence[StatePools], Pairs]) -> None:
         """The pairs of `plan_state_copies` of some groups of states, each in all its pools, by one launch if any.
 
@@ -244,6 +250,7 @@ class Mamba:
         Raises:
             ValueError: a pool that is on another device or has no such slot.
 
+        >>> from portable import allocate_states
         >>> layer = Layer.mamba2(num_heads=2, head_dim=4, state_dim=8)
         >>> mamba, one, two = Mamba(layer, device="cpu"), *(allocate_states(layer, 4, "cpu") for _ in range(2))
         >>> one.ssm[3], two.ssm[0] = 3, 5
@@ -266,16 +273,37 @@ class Mamba:
             copies = upload((np.concatenate(lists), cu_copies), self.device)
             self.choices["copy"].kernel.run(pools, *copies)
 
+    def workspace_bytes(self) -> int:
+        """Bytes of the device that padded plans hold, beside the states.
+
+        >>> mamba = Mamba(Layer.mamba2(num_heads=2), device="cpu")
+        >>> plan = mamba.plan(Batch.from_lens([1], [5]), [[0]])
+        >>> mamba.workspace_bytes()  # it was not padded
+        0
+        """
+        return sum(slot.nbytes for slot in self._slots.values())
+
     def _slot(self, slot: int) -> MambaSlot:
         if slot not in self._slots:
+            at_least(0, slot=slot)
             self._slots[slot] = MambaSlot(self.layer, self._kernels, self._memory)
         return self._slots[slot]
 
     def _memory(self) -> StateMemory:
-        return StateMemory(self.device, self.max_reqs, self.max_tokens, 1 + self.num_draft)
+        return StateMemory(self.device, self.max_reqs, self.max_tokens, 1 + self.num_draft, self._collect)
+
+    def _collect(self, *arguments: Any) -> None:
+        self._kernels(Op.COLLECT, Needs()).run(*arguments)
 
     def _check_current(self, plan: MambaPlan) -> None:
         if torch.compiler.is_compiling():
             return
         if not any(slot.plan is plan for slot in self._slots.values()):
             raise ValueError("plan is stale or another object's: a plan lives until the next plan() on its slot")
+
+
+@cache
+def _size(reqs: int, queries: int) -> Size:
+    """Of so many requests with up to so many new tokens."""
+    at_least(1, pad_to=reqs)
+    return Size(reqs, queries, reqs * queries if queries > 1 else None)

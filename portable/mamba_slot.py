@@ -34,7 +34,7 @@ class MambaSlot:
         self.layer, self.kernels, self._make = layer, kernels, memory
         self._eager = self._chosen(Needs(), *RUN)
         self._pad_slot = one_pad_slot(*self._eager)
-        self._captured: dict[GraphLevel, tuple[Kernel, ...]] = {}
+        self._captured: dict[GraphLevel, tuple[tuple[Kernel, ...], int]] = {}
         self._memory: StateMemory | None = None
         self.convolve, self.update, self.prefill = self._eager
         self.handle = ops.register(self)
@@ -67,12 +67,14 @@ class MambaSlot:
             self._memory = self._make()
         if capturing(self._memory.device):
             raise RuntimeError("plan was called while a graph is captured; plan before the capture, and before replays")
-        if size.level not in self._captured:
-            self._captured[size.level] = self._chosen(Needs(graph=size.level), *RUN[:2])
+        level, found = size.level, None
+        if level not in self._captured:
+            chosen = self._chosen(Needs(graph=level), *RUN[:2])
+            self._captured[level] = chosen, one_pad_slot(*chosen)
         size.check(batch)
-        kernels, found = self._captured[size.level], None
+        kernels, pad_slot = self._captured[level]
         given: dict[str, Any] = {"memory": self._memory, "max_query_len": size.queries, "handle": self.handle}
-        given["pad_slot"] = one_pad_slot(*kernels)
+        given["pad_slot"] = pad_slot
         if simple(batch, options):
             found = plan_decodes(batch, table, size.reqs, size.padded_tokens, **given, **few(options))
         if found is None:
@@ -80,8 +82,9 @@ class MambaSlot:
             found = plan_mamba(padded, self.layer, batch.block_table if table is None else table, **given, **options)
         baked = {"num_reqs": size.reqs, "num_tokens": size.padded_tokens, "max_query_len": size.queries}
         self.convolve, self.update = kernels
-        self.plan, self._asked = replace(found, padded=Padded(batch, size, baked)), (batch, options)
-        return self.plan
+        object.__setattr__(found, "padded", Padded(batch, size, baked))  # nobody has seen it; `replace` takes 5 us
+        self.plan, self._asked = found, (batch, options)
+        return found
 
     def adopt(self, other: MambaSlot, table: Table) -> MambaPlan:
         """The step of another slot's plan, on other states."""

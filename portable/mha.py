@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from portable.batch import Batch
@@ -48,6 +48,9 @@ def plan_segments(batch: Batch, layer: Layer, choose: Choose, *, contiguous: boo
     First chunks attend to the contiguous K/V of the step when the caller has them (`contiguous`), all else to the
     pages. A batch whose requests are in another order is right too, as a single segment over the pages.
     """
+    rows = batch.padded_reqs
+    if batch.block_table is not None and batch.continues:  # decodes, or drafts to verify: one region, known at a glance
+        return (segment_of(batch, layer, choose, slice(0, rows), Op.PAGED, lse),)
     return tuple(
         segment_of(batch, layer, choose, requests, op, lse)
         for requests, op in _regions(batch, contiguous)
@@ -84,11 +87,23 @@ def segment_of(
 
     For a graph the kernel is one that can be captured, and what it prepares is left to whoever captures that.
     """
-    cu = batch.host_cu_seqlens_q
-    tokens = slice(int(cu[requests.start]), int(cu[requests.stop]))
-    query_lens, seq_lens = batch.query_lens[requests], batch.host_seq_lens[requests]
-    max_query_len, max_seq_len = int(query_lens.max()), int(seq_lens.max())
-    causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
+    query_lens, seq_lens, cu = batch.query_lens, batch.host_seq_lens, batch.cu_seqlens_q
+    lens, table, causal = batch.seq_lens, batch.block_table if op in PAGES else None, batch.causal
+    if requests.start == 0 and requests.stop == query_lens.size:  # nothing to cut: 7 us less
+        tokens = slice(0, int(batch.host_cu_seqlens_q[-1]))
+        max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
+    else:
+        at = batch.host_cu_seqlens_q
+        tokens = slice(int(at[requests.start]), int(at[requests.stop]))
+        query_lens, seq_lens, lens = query_lens[requests], seq_lens[requests], lens[requests]
+        max_query_len, max_seq_len = int(query_lens.max()), int(seq_lens.max())
+        cu = cu[requests.start : requests.stop + 1]
+        if tokens.start:
+            cu = cu - tokens.start
+        if table is not None:
+            table = table[requests]
+        if not isinstance(causal, bool):
+            causal = causal[requests]
     kernel = choose(
         op,
         Needs(
@@ -101,14 +116,13 @@ def segment_of(
             reqs=next_power_of_2(len(query_lens)) if op is Op.MLA_DECODE else 1,
         ),
     )
-    cu_seqlens_q = batch.cu_seqlens_q[requests.start : requests.stop + 1]
     segment = Segment(
         kernel=kernel,
         requests=requests,
         tokens=tokens,
-        cu_seqlens_q=cu_seqlens_q - tokens.start if tokens.start else cu_seqlens_q,
-        seq_lens=batch.seq_lens[requests],
-        block_table=batch.block_table[requests] if op in PAGES and batch.block_table is not None else None,
+        cu_seqlens_q=cu,
+        seq_lens=lens,
+        block_table=table,
         page_size=batch.page_size,
         causal=causal if layer.causal else False,
         max_query_len=max_query_len,
@@ -117,7 +131,14 @@ def segment_of(
         host_seq_lens=seq_lens,
         exact=batch.exact,
     )
-    return segment if graph else replace(segment, prepared=prepare(segment, layer))
+    return segment if graph else prepared(segment, layer)
+
+
+def prepared(segment: Segment, layer: Layer) -> Segment:
+    """A segment that nobody has seen yet, with what its kernel makes of it once for all layers of a step."""
+    if segment.kernel.prepare is not None:
+        object.__setattr__(segment, "prepared", segment.kernel.prepare(segment, layer))  # `replace` takes 3 us
+    return segment
 
 
 def prepare(segment: Segment, layer: Layer) -> Any:

@@ -7,8 +7,8 @@ multiply-adds for each query, head and key of DeepSeek's widths. A prefill makes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from portable.chunks import ContextChunk, chunk_context
 from portable.kernel import Kernel, Needs, Op, Segment
 from portable.layer import Layer, UnsupportedError
 from portable.lengths import Int32
-from portable.mha import Choose, segment_of
+from portable.mha import Choose, prepared, segment_of
 from portable.order import DECODE
 from portable.planned import Padded, Planned
 from portable.ragged import cdiv, next_power_of_2, round_down
@@ -110,7 +110,14 @@ def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse:
         ValueError: a prefill on a context whose length is a bound (`exact=False`), or a context without pages.
         UnsupportedError: a causal mask over keys that do not end with the new tokens.
     """
-    is_decode = decodes_of(batch, layer, choose)
+    if batch.block_table is None:
+        is_decode = np.zeros(batch.padded_reqs, dtype=np.bool_)
+    else:
+        threshold, uniform = decode_threshold(batch, layer, choose)
+        if batch.max_query_len <= threshold and batch.continues:  # the usual step, known at a glance
+            whole = segment_of(batch, layer, choose, slice(0, batch.padded_reqs), Op.MLA_DECODE, lse)
+            return MlaSegments((whole,), ())
+        is_decode = _decodes(batch, threshold, uniform)
     decodes, prefills = [], []
     for requests in _runs(batch, is_decode):
         if is_decode[requests.start]:
@@ -120,38 +127,42 @@ def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse:
     return MlaSegments(tuple(decodes), tuple(prefills))
 
 
-def decodes_of(batch: Batch, layer: Layer, choose: Choose) -> npt.NDArray[np.bool_]:
+def _decodes(batch: Batch, threshold: int, uniform: bool) -> npt.NDArray[np.bool_]:
     """[B] which requests the decode kernel serves."""
-    if batch.block_table is None:
-        return np.zeros(batch.padded_reqs, dtype=np.bool_)
+    if uniform or not batch.self_attention:
+        found: npt.NDArray[np.bool_] = batch.kinds(threshold, uniform=uniform) == DECODE
+        return found
+    queries = batch.query_lens
+    found = (queries - 1).view(np.uint32) < threshold  # of 1 to `threshold`
+    found &= batch.host_seq_lens > queries
+    return found
 
+
+def decode_threshold(batch: Batch, layer: Layer, choose: Choose) -> tuple[int, bool]:
+    """New tokens up to which a request of the step decodes, and whether all decodes must have equally many."""
+    if batch.max_query_len <= 1:
+        return 1, False
     causal = layer.causal and batch.causal is True
     longest, reqs = next_power_of_2(batch.max_seq_len), next_power_of_2(batch.padded_reqs)
 
     def kernel(query_len: int) -> Kernel:
         return choose(Op.MLA_DECODE, Needs(causal, batch.page_size, query_len, longest, reqs=reqs))
 
-    threshold = decode_threshold(kernel)
-    kind = batch.kinds(threshold, uniform=kernel(threshold).caps.uniform)
-    decodes: npt.NDArray[np.bool_] = kind == DECODE
-    return decodes
-
-
-def decode_threshold(kernel: Callable[[int], Kernel]) -> int:
-    """New tokens up to which a request decodes, from the kernel that is chosen for each number of them.
-
-    One that is asked last, when no other can, does not make a decode of a request that would be a prefill.
-    """
+    # A kernel that is asked last, when no other can, does not make a decode of a request that would be a prefill.
     single = kernel(1)
     for queries in (MAX_DECODE_QUERIES, MAX_DECODE_QUERIES // 2, MAX_DECODE_QUERIES // 4):
         found = kernel(queries)
         if found is single or found.caps.provider != REFERENCE:
-            return queries
-    return 1
+            return queries, found.caps.uniform
+    return 1, single.caps.uniform
 
 
 def _runs(batch: Batch, is_decode: npt.NDArray[np.bool_]) -> list[slice]:
     """Consecutive requests of one kind; rows without new tokens belong to the run around them, those at its end not."""
+    rows = is_decode.size
+    if rows and batch.query_lens.min() > 0:
+        edges = [0, *((is_decode[1:] != is_decode[:-1]).nonzero()[0] + 1).tolist(), rows]
+        return [slice(a, b) for a, b in pairwise(edges)]
     live = np.flatnonzero(batch.query_lens)
     if not live.size:
         return []
@@ -166,29 +177,31 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
     """Requests whose latents are made keys and values; of a step whose keys do not end with its new tokens, all are."""
     if not batch.self_attention and batch.causal is not False:
         raise UnsupportedError("a causal mask over keys that do not end with the new tokens")
-    queries = batch.query_lens[requests]
+    queries, host_cu = batch.query_lens[requests], batch.host_cu_seqlens_q
     in_pages = batch.context_lens if batch.self_attention else batch.host_seq_lens
-    contexts = np.where(queries > 0, in_pages[requests], 0)
+    contexts = in_pages[requests] * (queries > 0)
     chunks: list[ContextChunk] = []
     if contexts.any():
         if batch.block_table is None:
             raise ValueError("block_table is None; MLA reads the context of a request from its pages")
         batch.needs_exact("MLA's prefill on a context")
-        chunks = chunk_context(contexts, workspace, batch.page_size)
+        chunks = chunk_context(contexts, workspace, batch.page_size, whole=layer.batch_invariant)
     spans = [slice(int(chunk.requests[0]), int(chunk.requests[-1]) + 1) for chunk in chunks]
     pieces = [_spread(chunk, span) for chunk, span in zip(chunks, spans, strict=True)]
-    new_lens, *piece_lens = upload([queries, *pieces], batch.device)
+    spans = [slice(requests.start + span.start, requests.start + span.stop) for span in spans]
+    # The offsets of each run of requests too come by the one copy: on a device, to subtract them is a launch each.
+    runs = dict.fromkeys((rows.start, rows.stop) for rows in (requests, *spans))
+    offsets = [host_cu[a : b + 1] - host_cu[a] for a, b in runs]
+    new_lens, *there = upload([queries, *pieces, *offsets], batch.device)
+    cu_of = dict(zip(runs, there[len(pieces) :], strict=True))
     new = None
     if batch.self_attention:
         causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
-        seen = causal if layer.causal else False
-        new = _prepared(
-            _contiguous(batch, layer, choose, requests, queries, new_lens, seen, lse or bool(chunks)), layer
-        )
+        seen, cu, logs = causal if layer.causal else False, cu_of[requests.start, requests.stop], lse or bool(chunks)
+        new = prepared(_contiguous(batch, choose, requests, cu, queries, new_lens, seen, logs), layer)
     context = []
-    for chunk, span, host, lens in zip(chunks, spans, pieces, piece_lens, strict=True):
-        rows = slice(requests.start + span.start, requests.start + span.stop)
-        attend = _contiguous(batch, layer, choose, rows, host, lens, False, True)
+    for chunk, rows, host, lens in zip(chunks, spans, pieces, there, strict=False):
+        attend = _contiguous(batch, choose, rows, cu_of[rows.start, rows.stop], host, lens, False, True)
         gather = Segment(
             kernel=choose(Op.CACHE_GATHER, Needs(page_size=batch.page_size)),
             requests=rows,
@@ -203,13 +216,14 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
             host_query_lens=attend.host_query_lens,
             host_seq_lens=host,
         )
-        context.append(Context(_prepared(gather, layer), _prepared(attend, layer)))
-    cu = batch.host_cu_seqlens_q
-    return Prefill(slice(int(cu[requests.start]), int(cu[requests.stop])), new, tuple(context))
+        context.append(Context(prepared(gather, layer), prepared(attend, layer)))
+    return Prefill(slice(int(host_cu[requests.start]), int(host_cu[requests.stop])), new, tuple(context))
 
 
 def _spread(chunk: ContextChunk, span: slice) -> Int32:
     """The lengths of a chunk's pieces, 0 for the requests between that have none."""
+    if chunk.lens.size == span.stop - span.start:
+        return chunk.lens
     lens = np.zeros(span.stop - span.start, dtype=np.int32)
     lens[chunk.requests - span.start] = chunk.lens
     return lens
@@ -217,9 +231,9 @@ def _spread(chunk: ContextChunk, span: slice) -> Int32:
 
 def _contiguous(
     batch: Batch,
-    layer: Layer,
     choose: Choose,
     requests: slice,
+    cu_seqlens_q: torch.Tensor,
     lens: Int32,
     seq_lens: torch.Tensor,
     causal: bool | torch.Tensor,
@@ -227,9 +241,7 @@ def _contiguous(
 ) -> Segment:
     """Requests over contiguous keys of these lengths."""
     host_cu, query_lens = batch.host_cu_seqlens_q, batch.query_lens[requests]
-    tokens = slice(int(host_cu[requests.start]), int(host_cu[requests.stop]))
     max_query_len, max_seq_len = int(query_lens.max()), int(lens.max())
-    cu = batch.cu_seqlens_q[requests.start : requests.stop + 1]
     needs = Needs(
         causal=causal is True,
         query_len=next_power_of_2(max_query_len),
@@ -239,8 +251,8 @@ def _contiguous(
     return Segment(
         kernel=choose(Op.PREFILL, needs),
         requests=requests,
-        tokens=tokens,
-        cu_seqlens_q=cu - tokens.start if tokens.start else cu,
+        tokens=slice(int(host_cu[requests.start]), int(host_cu[requests.stop])),
+        cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         block_table=None,
         page_size=batch.page_size,
@@ -252,18 +264,13 @@ def _contiguous(
     )
 
 
-def _prepared(segment: Segment, layer: Layer) -> Segment:
-    prepare = segment.kernel.prepare
-    return segment if prepare is None else replace(segment, prepared=prepare(segment, layer))
-
-
 def _table(batch: Batch, rows: slice, start: int, longest: int) -> torch.Tensor:
     """The pages of a chunk: those of its rows, but for the first one's, which begin at token `start`."""
     assert batch.block_table is not None
     width = cdiv(longest, batch.page_size)
-    table = batch.block_table[rows]
     if not start:
-        return table[:, :width]
+        return batch.block_table[rows, :width]
+    table = batch.block_table[rows]
     first = table[:1, start // batch.page_size :][:, :width]
     first = torch.nn.functional.pad(first, (0, width - first.shape[1]))
     return torch.cat([first, table[1:, :width]])

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from portable import ops
-from portable.attention import NO_TENSORS, Kernels, load_kernels
+from portable.arguments import at_least, checked, named
+from portable.attention import NO_TENSORS, Kernels
 from portable.batch import Batch
+from portable.check import check_cache
 from portable.kernel import KV, AttnOut, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.limits import Limits
 from portable.mla import MAX_DECODE_QUERIES, MlaPlan, workspace_bytes, workspace_tokens
 from portable.mla_slot import MlaSlot
 from portable.mla_weights import MlaWeights
-from portable.padded_plans import PaddedPlans
+from portable.padded_plans import PaddedPlans, whole
 from portable.parts import Parts
 from portable.platform.detect import detect
 from portable.ragged import next_power_of_2
-from portable.select import Choice, parse_requested, requested_from_env
+from portable.select import Choice, requested_by
 from portable.sizes import Size
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class MlaAttention(PaddedPlans[MlaPlan]):
     latents themselves; prefills to keys and values made of them, a workspace of context at a time, so that no context
     takes more memory than `workspace_bytes` tells.
 
+    Of a `batch_invariant` layer a request's bits are the same in every batch, as long as the workspace is: contexts are
+    cut where their own lengths say, so that chunks are not all full, and products with the up-projection have 256 rows.
+
     Args:
         layer: what the layers have in common, by `Layer.mla`.
         page_size: tokens per page of their caches.
@@ -48,8 +52,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
 
     Raises:
         ValueError: a size below 1, or a workspace that holds no page.
-        UnsupportedError: a `batch_invariant` layer, or one that no kernel serves on this device; the message lists
-            every reason.
+        UnsupportedError: no kernel serves this layer on this device; the message lists every reason.
 
     >>> layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
     ...                   dtype=torch.float32)
@@ -62,6 +65,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
     torch.Size([5, 2, 6])
     """
 
+    @checked
     def __init__(
         self,
         layer: Layer,
@@ -77,10 +81,6 @@ class MlaAttention(PaddedPlans[MlaPlan]):
     ) -> None:
         if layer.family != "mla":
             raise ValueError(f"layer.family is {layer.family!r}; MlaAttention serves 'mla' layers")
-        if layer.batch_invariant:
-            raise UnsupportedError(
-                "batch_invariant is set; how MLA's products with its up-projection are summed depends on the batch"
-            )
         self.limits = Limits(page_size=page_size, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         self.layer = layer
         self.page_size = page_size
@@ -88,8 +88,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
         self.workspace = workspace_tokens(layer, page_size, workspace)
         self.target = detect(device)
         self.device = torch.device(self.target.device)
-        requested = requested_from_env(os.environ) if backend is None else parse_requested(backend)
-        self._kernels = Kernels(self.target, layer, requested, num_pages)
+        self._kernels = Kernels(self.target, layer, requested_by(backend), num_pages)
         self._slots: dict[int, MlaSlot] = {}
         longest, chunk = next_power_of_2(max_seq_len), next_power_of_2(self.workspace)
         usual = {
@@ -105,26 +104,22 @@ class MlaAttention(PaddedPlans[MlaPlan]):
 
     def explain(self) -> Explanation:
         """Every choice with its reasons; print it."""
-        from portable.explain import explain
+        return self._kernels.explain(self.page_size)
 
-        return explain(
-            self.target,
-            self.layer,
-            page_size=self.page_size,
-            requested=self._kernels.requested,
-            installed=self._kernels.installed,
-            kernels=load_kernels(),
-            verdict=self._kernels.verdicts,
-        )
-
-    def workspace_bytes(self) -> int:
+    def workspace_bytes(self, *, slots: int | None = None) -> int:
         """The most that the contexts of a step take at once, on the device, and what padded plans hold there.
+
+        Args:
+            slots: None for both; else what `use_workspace` needs for padded plans of so many slots.
 
         Beside it is an output [T, H, Dv] of a chunk's tokens: 1,053 MiB in all were measured where this is 1,019, for
         512 tokens on a context of 16k and on one of 128k alike (128 heads, bfloat16).
         """
-        return workspace_bytes(self.layer, self.workspace) + sum(slot.nbytes for slot in self._slots.values())
+        if slots is None:
+            return workspace_bytes(self.layer, self.workspace) + sum(slot.nbytes for slot in self._slots.values())
+        return self._bytes_of(slots)
 
+    @checked
     def warmup(
         self, *, query_lens: Sequence[int] | None = None, return_lse: bool = True, cache: Pages | None = None,
         tensors: LayerTensors | None = None,
@@ -148,6 +143,10 @@ class MlaAttention(PaddedPlans[MlaPlan]):
 
         lens, lses = self.limits.checked(query_lens), (False, True) if return_lse else (False,)
         asked = tuple(mla_warmup.needs(self.layer, self.limits, lens, lses))
+        if self.device.type != "cpu":
+            mla_warmup.multiply(self.layer, self.device, self.limits, lens)
+        if cache is not None:
+            check_cache(self.layer, KV(pages_of(cache), None), self.page_size, self.device)
         return self._kernels.warm(
             asked,
             mla_warmup.steps(self.limits, lens, self.workspace),
@@ -157,6 +156,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
             mla_warmup.launches(self.workspace, asked),
         )
 
+    @named
     def plan(self, step: Batch | Parts, *, pad_to: int | Size | None = None, slot: int = 0) -> MlaPlan:
         """Host work for one step, shared by all layers. The plan lives until the next one on its slot.
 
@@ -171,9 +171,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
             UnsupportedError: parts, or requests of more than 8 new tokens, with `pad_to`.
         """
         if pad_to is not None:
-            if isinstance(step, Parts):
-                raise UnsupportedError("step is in Parts (a tree, a shared prefix), which are not padded to a size")
-            return self._plan_padded(step, pad_to, slot)
+            return self._plan_padded(whole(step), pad_to, slot)
         self.limits.check(step.batches[0] if isinstance(step, Parts) else step, self.device, "MlaAttention")
         return self._slot(slot).renew(step)
 
@@ -188,12 +186,14 @@ class MlaAttention(PaddedPlans[MlaPlan]):
 
     def _slot(self, slot: int) -> MlaSlot:
         if slot not in self._slots:
+            at_least(0, slot=slot)
             self._slots[slot] = MlaSlot(self.layer, self._kernels, self.workspace)
         return self._slots[slot]
 
     def _slot_of(self, plan: MlaPlan) -> MlaSlot:
         return next(slot for slot in self._slots.values() if slot.plan is plan)
 
+    @named
     def write(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, cache: Pages, plan: MlaPlan, tensors: LayerTensors = NO_TENSORS
     ) -> None:
@@ -204,6 +204,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
         self._check_current(plan)
         ops.cache_write(kv_c, k_pe, pages_of(cache), None, *tensors, plan.handle)
 
+    @named
     def run(
         self,
         q_nope: torch.Tensor,
@@ -231,10 +232,10 @@ class MlaAttention(PaddedPlans[MlaPlan]):
             return_lse: also give lse [H, T] float32, natural log.
         """
         self._check_current(plan)
-        tokens, heads, _ = q_nope.shape
+        tokens, heads = q_nope.shape[0], self.layer.num_heads
         if out is None:
-            out = q_nope.new_empty(tokens, heads, self.layer.v_head_dim)
-        lse = q_nope.new_empty(heads, tokens, dtype=torch.float32) if return_lse else None
+            out = q_nope.new_empty((tokens, heads, self.layer.v_head_dim))
+        lse = q_nope.new_empty((heads, tokens), dtype=torch.float32) if return_lse else None
         pages = None if cache is None else pages_of(cache)
         ops.mla_attend(q_nope, q_pe, kv_c, k_pe, pages, *weights, tensors.k_scale, out, lse, plan.handle)
         return AttnOut(out, lse)

@@ -24,6 +24,7 @@ from portable.refresh import Refresh
 from portable.sizes import Size
 
 PLAIN = LayerTensors()
+INVARIANT_ROWS = 256  # of each product with the up-projection, where no row's bits may depend on another's
 REMEMBERED = 256  # sets of arguments that passed the checks, before a slot starts afresh
 
 
@@ -45,6 +46,7 @@ class MlaSlot:
     def __init__(self, layer: Layer, kernels: Choose, workspace: int) -> None:
         self.layer, self.kernels, self.workspace = layer, kernels, workspace
         self.expanded = replace(layer, kv_dtype=layer.dtype)  # what attends to keys of the step itself
+        self.rows = INVARIANT_ROWS if layer.batch_invariant else 0
         self.handle = ops.register(self)
         self.plan: MlaPlan | None = None
         self._ways: dict[bool, MlaSegments] = {}
@@ -108,10 +110,7 @@ class MlaSlot:
             out[batch.num_tokens :] = 0
             if lse is not None:
                 lse[:, batch.num_tokens :] = -torch.inf
-        wants_lse = lse is not None
-        if wants_lse not in self._ways:
-            self._ways[wants_lse] = self._segments(batch, wants_lse)
-        segments, tokens = self._ways[wants_lse], batch.padded_tokens
+        segments, tokens = self._segments(batch, lse is not None), batch.padded_tokens
         if segments.parts:
             self._run_parts(segments.parts, batch.num_tokens, new, pages, halves, tensors, out, lse)
             return
@@ -179,8 +178,10 @@ class MlaSlot:
 
     def _segments(self, batch: Batch, lse: bool) -> MlaSegments:
         if self._refresh is not None and self.plan is not None and self.plan.padded:
-            return MlaSegments((self._refresh.segment(lse),), ())
-        return self._planned(batch, lse)
+            return MlaSegments((self._refresh.segment(lse),), ())  # which `advance` changes
+        if lse not in self._ways:
+            self._ways[lse] = self._planned(batch, lse)
+        return self._ways[lse]
 
     def _planned(self, batch: Batch, lse: bool) -> MlaSegments:
         return plan_mla(batch, self.layer, self.kernels, workspace=self.workspace, lse=lse)
@@ -195,10 +196,10 @@ class MlaSlot:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        q = weights.absorb(new.q_nope, new.q_pe)
+        q = weights.absorb(new.q_nope, new.q_pe, self.rows)
         latent = q.new_empty(*q.shape[:2], self.layer.kv_lora_rank)
         segment.kernel.run(q, kv, segment, self.layer, tensors, latent, lse)
-        weights.expand(latent, out)
+        weights.expand(latent, out, self.rows)
 
     def _prefill(
         self,
@@ -258,7 +259,7 @@ class MlaSlot:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        k, v = weights.up_project(kv_c, k_pe)
+        k, v = weights.up_project(kv_c, k_pe, self.rows)
         segment.kernel.run(q, KV(k, v), segment, self.expanded, PLAIN, out, lse)
 
 

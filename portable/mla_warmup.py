@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from portable.mla import MAX_DECODE_QUERIES, plan_mla
 from portable.mla_slot import Latents, MlaSlot
 from portable.mla_weights import MlaWeights
 from portable.ragged import next_power_of_2
-from portable.warmup import Launch, meta, recordable, step
+from portable.warmup import Launch, change_metadata, meta, recordable, step
 from portable.warmup import steps as any_steps
 
 
@@ -61,6 +62,17 @@ def steps(limits: Limits, query_lens: Iterable[int], workspace: int) -> Iterator
             yield step([1, query_len], [1, query_len + 1], width, limits.page_size)
 
 
+def multiply(layer: Layer, device: torch.device, limits: Limits, query_lens: Iterable[int]) -> None:
+    """The products around decodes, once: what the device's library of them makes at first, no graph may hold."""
+    heads, rank, widths = layer.num_heads, layer.kv_lora_rank, (layer.qk_nope_head_dim, layer.v_head_dim)
+    weights = MlaWeights(*(torch.zeros(heads, width, rank, dtype=layer.dtype, device=device) for width in widths))
+    for queries in (n for n in query_lens if n <= MAX_DECODE_QUERIES):
+        for tokens in {queries * min(reqs, limits.max_reqs) for reqs in (1, 4, 16, 64)}:
+            new = partial(torch.zeros, dtype=layer.dtype, device=device)
+            weights.absorb(new(tokens, heads, widths[0]), new(tokens, heads, layer.qk_rope_head_dim))
+            weights.expand(new(tokens, heads, rank), new(tokens, heads, widths[1]))
+
+
 def launches(workspace: int, asked: Iterable[tuple[Op, Needs]]) -> Launch:
     """Everything that one layer of a step may launch.
 
@@ -97,6 +109,8 @@ def launches(workspace: int, asked: Iterable[tuple[Op, Needs]]) -> Launch:
             slot.run(segments, tokens, new, kv.k, weights, tensors, out, log)
             write = chosen(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
             write.run(new.kv_c, new.k_pe, kv, batch.slot_mapping, layer, tensors)
+        if not batch.exact:
+            change_metadata(choose, batch)
 
     return launch
 
@@ -106,7 +120,7 @@ def _decoders(choose: Choose, need: Needs) -> Iterator[Kernel]:
     uniform = GraphLevel.SINGLE if need.query_len == 1 else GraphLevel.UNIFORM
     for level in (GraphLevel.NEVER, uniform, GraphLevel.VARLEN):
         with suppress(UnsupportedError):
-            yield choose(Op.MLA_DECODE, replace(need, graph=level))
+            yield choose(Op.MLA_DECODE, need._replace(graph=level))
 
 
 @dataclass(frozen=True, slots=True)

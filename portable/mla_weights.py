@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from portable.arguments import checked
 from portable.layer import Layer
 from portable.sets import short
 
@@ -17,6 +18,7 @@ class MlaWeights(NamedTuple):
     w_uv: torch.Tensor  # [H, v_head_dim, rank]
 
     @classmethod
+    @checked
     def from_kv_b_proj(cls, source: torch.nn.Module | torch.Tensor, layer: Layer) -> MlaWeights:
         """The halves of a weight [H * (qk_nope_head_dim + v_head_dim), rank], in the layer's dtype.
 
@@ -35,6 +37,10 @@ class MlaWeights(NamedTuple):
         rows = heads * (nope + layer.v_head_dim)
         with torch.no_grad():
             weight = source if isinstance(source, torch.Tensor) else weight_of(source, rank, layer.dtype)
+            if not weight.dtype.is_floating_point:
+                raise ValueError(
+                    f"kv_b_proj has a weight of {short(weight.dtype)}; it must hold numbers of floating point"
+                )
             if weight.shape != (rows, rank):
                 raise ValueError(
                     f"kv_b_proj has a weight of shape {list(weight.shape)}; {heads} heads of {nope} + "
@@ -43,29 +49,55 @@ class MlaWeights(NamedTuple):
             weight = weight.detach().to(layer.dtype).view(heads, nope + layer.v_head_dim, rank)
             return cls(weight[:, :nope].contiguous(), weight[:, nope:].contiguous())
 
-    def up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [T, rank] and [T, rope] to K [T, H, nope + rope] and V [T, H, Dv], each written once."""
+    def up_project(self, kv_c: torch.Tensor, k_pe: torch.Tensor, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [T, rank] and [T, rope] to K [T, H, nope + rope] and V [T, H, Dv], each written once.
+
+        Args:
+            rows: of a product; 0: all. With a number, a row's bits depend on no other; see `product`.
+        """
         heads, nope, _ = self.w_uk.shape
         k = kv_c.new_empty(len(kv_c), heads, nope + k_pe.shape[-1])
         v = kv_c.new_empty(len(kv_c), heads, self.w_uv.shape[1])
         if len(kv_c):
-            shared = kv_c.expand(heads, -1, -1)
-            torch.bmm(shared, self.w_uk.mT, out=k[..., :nope].transpose(0, 1))
-            torch.bmm(shared, self.w_uv.mT, out=v.transpose(0, 1))
+            product(kv_c[:, None], self.w_uk.mT, k[..., :nope], rows)
+            product(kv_c[:, None], self.w_uv.mT, v, rows)
             k[..., nope:] = k_pe[:, None]
         return k, v
 
-    def absorb(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+    def absorb(self, q_nope: torch.Tensor, q_pe: torch.Tensor, rows: int = 0) -> torch.Tensor:
         """Queries [T, H, nope] and [T, H, rope] as queries of latents, [T, H, rank + rope]."""
         rank = self.w_uk.shape[-1]
         q = q_nope.new_empty(*q_nope.shape[:2], rank + q_pe.shape[-1])
-        torch.bmm(q_nope.transpose(0, 1), self.w_uk, out=q[..., :rank].transpose(0, 1))
+        product(q_nope, self.w_uk, q[..., :rank], rows)
         q[..., rank:] = q_pe
         return q
 
-    def expand(self, latent: torch.Tensor, out: torch.Tensor) -> None:
+    def expand(self, latent: torch.Tensor, out: torch.Tensor, rows: int = 0) -> None:
         """Outputs [T, H, rank] over latents as outputs [T, H, Dv], into `out`."""
-        torch.bmm(latent.transpose(0, 1), self.w_uv.mT, out=out.transpose(0, 1))
+        product(latent, self.w_uv.mT, out, rows)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int = 0) -> None:
+    """x [T, H, K], or [T, 1, K] for all heads, times weight [H, K, N], into out [T, H, N].
+
+    Args:
+        rows: 0 for one product of all, whose kernel, and so the order of its sums, follows from the number of tokens.
+            Else products of so many rows each, of the same strides, the last one filled up with zeros.
+
+    >>> x, weight, out = torch.randn(5, 2, 3), torch.randn(2, 3, 4), torch.empty(5, 2, 4)
+    >>> product(x, weight, out, rows=2)
+    >>> torch.allclose(out, torch.einsum("thk,hkn->thn", x, weight), atol=1e-5)
+    True
+    """
+    heads = weight.shape[0]
+    if not rows:
+        torch.bmm(x.transpose(0, 1).expand(heads, -1, -1), weight, out=out.transpose(0, 1))
+        return
+    for at in range(0, len(x), rows):
+        part = x[at : at + rows]
+        block = x.new_zeros(x.shape[1], rows, x.shape[2])
+        block[:, : len(part)] = part.transpose(0, 1)
+        out[at : at + rows] = torch.bmm(block.expand(heads, -1, -1), weight).transpose(0, 1)[: len(part)]
 
 
 def weight_of(module: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from portable.cache import StatePools
 from portable.layer import Layer, UnsupportedError
 from portable.mamba import MambaPlan
-from portable.mamba_run import Mamba, StatePools
+from portable.mamba_run import Mamba
 from portable.states import SsmTensors
 
 SSD_MIXERS = ("Mamba2Mixer", "BambaMixer")

@@ -7,12 +7,17 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from portable import ops
+from portable.arguments import at_least, named
 from portable.batch import Batch
+from portable.layer import UnsupportedError
 from portable.limits import Limits
 from portable.mha import MhaPlan
 from portable.mla import MlaPlan
-from portable.persistent import Persistent
+from portable.parts import Parts
+from portable.persistent import Persistent, Room
+from portable.ragged import cdiv
 from portable.sizes import Size, size_of
+from portable.upload import ALIGNMENT
 
 Plan = TypeVar("Plan", MhaPlan, MlaPlan)
 
@@ -23,7 +28,9 @@ class PaddedPlans(Generic[Plan]):
     device: torch.device
     limits: Limits
     _last: Size | None = None  # of the last padded plan, within the limits
+    _workspace: torch.Tensor | None = None  # what is left of the caller's
 
+    @named
     def advance(self, plan: Plan) -> torch.Tensor:
         """The step of a padded plan with a token more for each request: the next step of a drafter's loop.
 
@@ -38,6 +45,7 @@ class PaddedPlans(Generic[Plan]):
         positions: torch.Tensor = self._slot_of(plan).advance()
         return positions
 
+    @named
     def update_block_table(
         self, plan: Plan, block_table: torch.Tensor, slot_mapping: torch.Tensor | None = None, *, slot: int
     ) -> Plan:
@@ -71,10 +79,49 @@ class PaddedPlans(Generic[Plan]):
         with ops.on_device(self.device):
             return self._kept(self._slot(slot).renew_padded(step, size, self._memory))
 
+    @named
+    def use_workspace(self, workspace: torch.Tensor) -> None:
+        """Give padded plans the caller's memory: that of slots that hold none yet lies in it from now on.
+
+        Args:
+            workspace: [n] uint8 on this object's device, `workspace_bytes(slots=)` of them; it must not be used for
+                anything else as long as graphs are replayed.
+
+        Raises:
+            ValueError: it is another kind of tensor. A plan on a slot for which too little is left raises one too.
+        """
+        dense = workspace.dim() == 1 and workspace.is_contiguous() and workspace.dtype == torch.uint8
+        if not dense or workspace.device != self.device or workspace.is_inference():
+            kind = "an inference tensor" if workspace.is_inference() else f"{workspace.dtype} {list(workspace.shape)}"
+            raise ValueError(f"workspace is {kind} on {workspace.device}; it must be [n] uint8 on {self.device}, dense")
+        skipped = -workspace.data_ptr() % ALIGNMENT
+        self._workspace = workspace[skipped:]
+
+    def _bytes_of(self, slots: int) -> int:
+        """What padded plans of so many slots take, beside what kernels prepare."""
+        at_least(1, slots=slots)
+        reqs, tokens, seq_len = self._largest()
+        return slots * Room(reqs, tokens, cdiv(seq_len, self.limits.page_size)).nbytes + ALIGNMENT
+
+    def _largest(self) -> tuple[int, int, int]:
+        """Requests, tokens and the longest sequence of a padded step."""
+        return self.limits.max_reqs, self.limits.max_tokens, self.limits.max_seq_len
+
     def _memory(self) -> Persistent:
         """Of one slot, for the largest padded step."""
-        limits = self.limits
-        return Persistent(limits.max_reqs, limits.max_tokens, limits.max_seq_len, limits.page_size, self.device)
+        return Persistent(*self._largest(), self.limits.page_size, self.device, self._given)
+
+    def _given(self, nbytes: int) -> torch.Tensor | None:
+        """So many bytes of the caller's, if there are any."""
+        left = self._workspace
+        if left is None:
+            return None
+        if len(left) < nbytes:
+            raise ValueError(
+                f"workspace has {len(left)} bytes left, and a slot takes {nbytes}; it must be workspace_bytes(slots=n)"
+            )
+        self._workspace = left[nbytes:]
+        return left[:nbytes]
 
     def _kept(self, plan: Plan) -> Plan:
         return plan
@@ -87,3 +134,17 @@ class PaddedPlans(Generic[Plan]):
 
     def _check_current(self, plan: Plan) -> None:
         raise NotImplementedError
+
+
+def whole(step: Batch | Parts) -> Batch:
+    """A step that can be padded to a size.
+
+    Raises:
+        UnsupportedError: it is in parts.
+    """
+    if isinstance(step, Parts):
+        raise UnsupportedError(
+            "step is in Parts (a tree, a shared prefix), which are not padded to a size; plan them without pad_to "
+            "(decodes beside chunks of prompts are one step, and fit into a Size with tokens)"
+        )
+    return step

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.arguments import named
 from portable.batch import Batch
 from portable.layer import UnsupportedError
 from portable.lengths import MAX_INT32, Int32, check_integers
@@ -32,6 +33,7 @@ class Parts:
         return self.batches[-1]
 
 
+@named
 def prefix(batch: Batch, length: int) -> Parts:
     """A prefix that all requests share, attended to once by all their tokens, and each request's own rest (cascade).
 
@@ -96,26 +98,28 @@ def without_leading(batch: Batch, pages: npt.NDArray[np.int64], lens: Int32) -> 
     assert batch.block_table is not None
     longest = int(lens.max(initial=0))
     view = View(rows=np.arange(lens.size), first_page=pages, width=max(1, cdiv(longest, batch.page_size)))
-    rows, first_page, lens_device = upload((view.rows, pages, lens), batch.device)
+    starts, lens_device = upload((view.starts(batch.block_table), lens), batch.device)
     return replace(
         batch,
         seq_lens=lens_device,
-        block_table=view.pick(batch.block_table, rows, first_page),
+        block_table=view.pick(batch.block_table, starts),
         host_seq_lens=lens,
         max_seq_len=longest,
         view=view if batch.view is None else batch.view.then(view),
     )
 
 
+@named
 def prefix_pays(batch: Batch, length: int) -> bool:
     """Whether reading a shared prefix once is likely to cost less than merging its output.
 
     >>> prefix_pays(Batch.from_lens([1] * 16, [2000] * 16), 1024), prefix_pays(Batch.from_lens([1], [2000]), 1024)
     (True, False)
     """
-    return batch.num_reqs >= PAYS_REQUESTS and length >= PAYS_TOKENS
+    return length >= PAYS_TOKENS and batch.num_reqs >= PAYS_REQUESTS
 
 
+@named
 def tree(batch: Batch, parents: torch.Tensor, slots: torch.Tensor, depth: int) -> Parts:
     """A draft tree verified in one step: each node sees the committed tokens, its ancestors and itself; no sibling.
 
@@ -146,6 +150,8 @@ def tree(batch: Batch, parents: torch.Tensor, slots: torch.Tensor, depth: int) -
         )
     for name, tensor in (("parents", parents), ("slots", slots)):
         check_integers(name, tensor)
+        if tensor.device != batch.device:
+            raise ValueError(f"{name} is on {tensor.device}; the batch is on {batch.device}")
     width = parents.shape[1]
     if not 1 <= depth <= max(1, width):
         raise ValueError(f"depth is {depth}; a tree of {width} nodes has 1 to {width} levels")

@@ -6,6 +6,7 @@ entries reach the table by `place`, which is device work of the slot's own and i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,11 @@ from portable.staging import Field, Staging
 
 I32, I64 = torch.int32, torch.int64
 NONE = -1  # an index that is no entry
+
+
+def near(batch: Batch) -> bool:
+    """Whether a step is on the host, which brings it to the device by one copy; else it is there already."""
+    return batch.device.type == "cpu"
 
 
 class Pads(NamedTuple):
@@ -54,6 +60,7 @@ class Step:
     size: Size
     there: dict[str, torch.Tensor] = field(repr=False)
     turns: tuple[Turn, Turn] = field(repr=False)
+    read: tuple[tuple[Int32, Int32], ...] = field(repr=False)  # of a derived step: rows of a table, and first columns
     bytes: torch.Tensor = field(repr=False)  # of the device, up to the table
     start: int
 
@@ -77,25 +84,70 @@ class Step:
         }
 
 
+class Room(NamedTuple):
+    """What a plan slot takes of the device, for steps of so many requests and tokens, over tables of so many columns.
+
+    >>> Room(reqs=256, tokens=8192, width=512).nbytes >> 10
+    1113
+    """
+
+    reqs: int
+    tokens: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """As many for padding as for requests: it has no keys, so the host has none of their pages."""
+        return 2 * self.reqs
+
+    @property
+    def entries(self) -> dict[str, Field]:
+        """Of a step that changed: a page each for all requests, and a request of the longest."""
+        capacity = self.reqs + self.width
+        return {"index": Field((capacity,), I64), "page": Field((capacity,), I32)}
+
+    @property
+    def lens(self) -> int:
+        """Bytes in front of the table."""
+        return sum(each.nbytes for each in (_fields(self.rows, self.tokens) | self.entries).values())
+
+    @property
+    def known(self) -> Field:
+        """The rows of the table that the host knows."""
+        return Field((self.reqs * self.width,), I32)
+
+    @property
+    def nbytes(self) -> int:
+        return self.lens + Field((self.rows * self.width,), I32).nbytes
+
+
 class Persistent:
     """The memory of one plan slot.
 
     Args:
         reqs, tokens: of the largest step.
         seq_len: the longest sequence of a step.
+        block: gives so many bytes of the device; None of them: they are allocated.
     """
 
     @plain()
-    def __init__(self, reqs: int, tokens: int, seq_len: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        reqs: int,
+        tokens: int,
+        seq_len: int,
+        page_size: int,
+        device: torch.device,
+        block: Callable[[int], torch.Tensor | None] = lambda nbytes: None,
+    ) -> None:
         self.tokens, self.seq_len, self.page_size, self.device = tokens, seq_len, page_size, device
-        self.rows = 2 * reqs  # as many for padding: it has no keys, so the host has none of their pages
-        self.width = cdiv(seq_len, page_size)
+        room = Room(reqs, tokens, cdiv(seq_len, page_size))
+        self.rows, self.width = room.rows, room.width
         self.mirror = Mirror(reqs, self.width)
-        capacity = reqs + self.width  # entries: a page each for all requests, and a request of the longest
-        self._entries = {"index": Field((capacity,), I64), "page": Field((capacity,), I32)}
-        lens = sum(each.nbytes for each in (_fields(self.rows, tokens) | self._entries).values())
-        known, cells = Field((reqs * self.width,), I32), Field((self.rows * self.width,), I32)
-        self.staging = Staging(lens + known.nbytes, device, more=cells.nbytes - known.nbytes)
+        self._entries, lens, known = room.entries, room.lens, room.known
+        more = room.nbytes - lens - known.nbytes
+        self.staging = Staging(lens + known.nbytes, device, more=more, block=block(room.nbytes))
+        capacity = self._entries["index"].shape[0]
         self._table_at = lens
         self._known = self.staging.views({"pages": known}, start=lens)
         self._changed = self.staging.views(self._entries, end=lens)
@@ -167,38 +219,47 @@ class Persistent:
             Turn(here["cu_seqlens_q"], here["seq_lens"], here["slot_mapping"], here["causal"], here["padding"], block)
             for here, block in zip(views.here, blocks, strict=True)
         )
-        return Step(padded, size, there, (first, second), self.staging.block[views.start : self._table_at], views.start)
+        read = tuple((here["rows"], here["first"]) for here in views.here)
+        on_device = self.staging.block[views.start : self._table_at]
+        return Step(padded, size, there, (first, second), read, on_device, views.start)
 
-    def fill(self, step: Step, batch: Batch, pads: Pads) -> bool:
-        """Bring a step to the device: one copy from the host, and of what is on the device already, one there.
+    def fill(self, step: Step, batch: Batch, pads: Pads, collect: Kernel | None) -> bool:
+        """Bring a step to the device: one copy from the host, and of what is on the device already, one launch there.
 
         Whether there are entries to `place`.
         """
         live, tokens, size = batch.num_reqs, batch.num_tokens, step.size
-        near = batch.device.type == "cpu"
-        entries = self.mirror.changes(batch, size.ahead) if near else NOTHING
+        here = near(batch)
+        entries = self.mirror.changes(batch, size.ahead) if here else NOTHING
         turn = self.staging.turn()
         cu, seq_lens, slots, causal, padding, block = step.turns[turn]
         if not size.uniform:
             write_cu(batch, size, cu)
-        seq_lens[:live] = batch.host_seq_lens[:live] if batch.exact or not near else batch.seq_lens[:live].numpy()
+        seq_lens[:live] = batch.host_seq_lens[:live] if batch.exact or not here else batch.seq_lens[:live].numpy()
         seq_lens[live:] = pads.seq_len
         if size.ahead or pads.seq_len:
             padding[:tokens] = False
             padding[tokens:] = True
         if batch.slot_mapping is not None:
             slots[tokens:] = pads.slot
-            if near:
+            if here:
                 slots[:tokens] = batch.slot_mapping.numpy()[:tokens]
-        if near and isinstance(batch.causal, torch.Tensor):
-            causal[:live] = batch.causal[:live].numpy()
+        if isinstance(batch.causal, torch.Tensor):
+            if here:
+                causal[:live] = batch.causal[:live].numpy()
             causal[live:] = True
+        if not here:
+            rows, first = step.read[turn]
+            view = None if batch.view is None or batch.view.picked else batch.view
+            rows[:live], first[:live] = (np.arange(live), 0) if view is None else (view.rows, view.first_page)
+            rows[live:] = NONE
         if self._enter(entries, turn):
             self.staging.copy(step.bytes, block)
         else:
             self.staging.send(step.start, self._table_at + self._whole(turn))
-        if not near:
-            self._move(step, batch)
+        if not here:
+            assert collect is not None
+            self._collect(step, batch, collect)
         return self._count[turn] > 0
 
     def place(self, refresh: Kernel) -> None:
@@ -224,26 +285,20 @@ class Persistent:
         self._known.here[turn]["pages"][: pages.size] = pages
         return pages.nbytes
 
-    def _move(self, step: Step, batch: Batch) -> None:
-        """What an engine has on the device, by one launch where its table is as wide as ours."""
-        live, tokens, there, table = batch.num_reqs, batch.num_tokens, step.there, batch.block_table
-        assert table is not None
-        width = min(table.shape[1], self.width)
-        moves = [(self._table[:live, :width], table[:live, :width])]
+    def _collect(self, step: Step, batch: Batch, collect: Kernel) -> None:
+        """What an engine has on the device, by one launch."""
+        live, tokens, there, copies = batch.num_reqs, batch.num_tokens, step.there, []
+        assert batch.block_table is not None
         self.mirror.forget(live)
         if not batch.exact:
-            moves.append((there["seq_lens"][:live], batch.seq_lens[:live]))
+            copies.append((batch.seq_lens[:live], there["seq_lens"][:live]))
         if batch.slot_mapping is not None:
-            moves.append((there["slot_mapping"][:tokens].view(I32), batch.slot_mapping[:tokens].view(I32)))
+            copies.append((batch.slot_mapping[:tokens], there["slot_mapping"][:tokens]))
         if isinstance(batch.causal, torch.Tensor):
-            there["causal"][:live].copy_(batch.causal[:live], non_blocking=True)
-            there["causal"][live:].fill_(True)
-        dense = [pair for pair in moves if all(each.is_contiguous() for each in pair)]
-        if dense:
-            torch._foreach_copy_([to for to, _ in dense], [come for _, come in dense], non_blocking=True)
-        for to, come in moves[:1]:
-            if not (to.is_contiguous() and come.is_contiguous()):
-                to.copy_(come, non_blocking=True)
+            copies.append((batch.causal[:live], there["causal"][:live]))
+        table = batch.block_table if batch.block_table.stride(1) == 1 else batch.block_table.contiguous()
+        copies = [(source.contiguous(), target) for source, target in copies]
+        collect.run(table, there["rows"], there["first"], step.batch.block_table, 0, None, 1, None, copies)
 
     @property
     def nbytes(self) -> int:
@@ -258,4 +313,6 @@ def _fields(rows: int, tokens: int) -> dict[str, Field]:
         "slot_mapping": Field((tokens,), I64),
         "causal": Field((rows,), torch.bool),
         "padding": Field((tokens,), torch.bool),
+        "rows": Field((rows,), I32),
+        "first": Field((rows,), I32),
     }

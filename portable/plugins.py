@@ -8,10 +8,12 @@ limit: one that raises, exits, hangs or answers nonsense is left out, once repor
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -93,7 +95,7 @@ def blame(plugin: Plugin, problem: str) -> None:
     """Report that a plug-in is left out, and why; the same problem once."""
     key = plugin.group, plugin.name, plugin.value
     if (known := _known.get(key)) is None or known.problem != problem:
-        log.warning("plug-in %r is left out of %s: %s", plugin.name, plugin.group, problem)
+        log.warning("plug-in %r is left out of %s: %s", plugin.name, plugin.group, printable(problem))
     _known[key] = replace(plugin, loaded=None, problem=problem)
 
 
@@ -109,7 +111,8 @@ def ask(question: Callable[..., Answer], *about: object, seconds: float | None =
     """What a plug-in answers, asked in a thread of its own; one that hangs is left behind.
 
     Raises what it raises (an exit as a RuntimeError), and a TimeoutError after `seconds` (None: `LIMIT`). A loop in
-    compiled code that never lets other threads run cannot be ended: PORTABLE_PLUGINS leaves such a plug-in out.
+    compiled code that never lets other threads run cannot be ended: PORTABLE_PLUGINS leaves such a plug-in out. What it
+    prints meanwhile goes into the log: stdout may be a document.
 
     >>> ask(max, 1, 2)
     2
@@ -124,9 +127,10 @@ def ask(question: Callable[..., Answer], *about: object, seconds: float | None =
             errors.append(error)
 
     thread = threading.Thread(target=work, name="a question to a plug-in", daemon=True)
-    thread.start()
     seconds = LIMIT if seconds is None else seconds
-    thread.join(seconds)
+    with heard():
+        thread.start()
+        thread.join(seconds)
     if errors:
         if isinstance(errors[0], Exception):
             raise errors[0]
@@ -136,19 +140,59 @@ def ask(question: Callable[..., Answer], *about: object, seconds: float | None =
     return answers[0]
 
 
+@contextmanager
+def heard() -> Iterator[None]:
+    """Within the block, what is printed goes into the log.
+
+    In the main thread alone: the thread of a question that hung would put back what it found, whenever it ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        if text := printed.getvalue().strip():
+            log.info("a plug-in printed: %s", printable(text))
+
+
 def said(error: BaseException) -> str:
     """An error in one line.
 
     >>> said(KeyError("chip"))
     "KeyError: 'chip'"
     """
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception as worse:
+        text = f"its message cannot be read, {type(worse).__name__}"
+    return printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere without what a terminal obeys.
+
+    >>> printable("\\x1b[2Jgone"), printable("größer")
+    ('\\\\x1b[2Jgone', 'größer')
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def cache_clear() -> None:
     """Forget what became of every plug-in."""
     _known.clear()
+
+
+def unknown(environ: Mapping[str, str]) -> list[str]:
+    """Names in PORTABLE_PLUGINS that no installed plug-in has.
+
+    >>> unknown({"PORTABLE_PLUGINS": "nosuch, "})
+    ['nosuch']
+    """
+    known = {point.name for group in GROUPS for point in importlib.metadata.entry_points(group=group)}
+    return sorted({name.strip() for name in environ.get(VARIABLE, "").split(",")} - known - {""})
 
 
 def _listed(group: str, environ: Mapping[str, str] | None) -> list[tuple[importlib.metadata.EntryPoint, Plugin]]:

@@ -31,9 +31,12 @@ def source_hash(kernel: Kernel) -> str:
 
 
 def committed(results: Path, kernel: Kernel) -> Iterator[dict[str, Any]]:
-    """The runs of the contract in a folder, `contract-*.json`, that proved the kernel's present source."""
-    for file in sorted(results.glob("contract-*.json")):
-        run: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    """The runs in a folder that proved the kernel's present source, each with its `level` of proof.
+
+    `conformance-*.json` are records of the conformance kit, `contract-*.json` of the contract alone, on a device.
+    """
+    for file in sorted(file for kit in ("conformance", "contract") for file in results.glob(f"{kit}-*.json")):
+        run: dict[str, Any] = {"level": "measured", **json.loads(file.read_text(encoding="utf-8"))}
         found = run["kernels"].get(kernel.name)
         if found and found["source"] == source_hash(kernel):
             yield run

@@ -50,7 +50,7 @@ def next_power_of_2(n: int) -> int:
     >>> [next_power_of_2(n) for n in (0, 1, 3, 4)]
     [1, 1, 4, 4]
     """
-    return 1 << max(0, n - 1).bit_length()
+    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 @overload

@@ -17,7 +17,7 @@ from portable.check import step_facts
 from portable.kernel import Kernel, Needs, Op, Segment
 from portable.layer import Layer
 from portable.mha import Choose, prepare, segment_of
-from portable.persistent import Pads, Persistent, Step
+from portable.persistent import Pads, Persistent, Step, near
 from portable.platform.graphs import capturing, plain, repeatable, tensors
 from portable.sizes import Size
 
@@ -46,6 +46,7 @@ class Refresh:
         self._works: dict[Step, Work] = {}
         self._now: Work | None = None
         self._grown: dict[bool, Segment] = {}  # of `advance` since the newest plan, instead of what that prepared
+        self._recorded = False  # whether that was part of a capture, which computes nothing itself
 
     def plan(self, batch: Batch, size: Size) -> Work:
         """Bring a step to where graphs of its size read it.
@@ -60,7 +61,7 @@ class Refresh:
         step = self.memory.step_of(batch, size)
         work = self._works.get(step)
         if work is not None:
-            if self.memory.fill(step, batch, work.pads) or work.prepares:
+            if self.memory.fill(step, batch, work.pads, self._collect(batch)) or work.prepares:
                 for again in work.again:
                     again()
         else:
@@ -76,6 +77,7 @@ class Refresh:
         """
         work = self._now
         assert work is not None
+        self._check_grown()
         step, batch = work.step, work.step.batch
         if batch.padded_reqs != batch.padded_tokens:
             raise ValueError(f"the plan is of {step.size}; a step that advances has one new token for each request")
@@ -95,14 +97,23 @@ class Refresh:
             if id(segment) not in made:
                 made[id(segment)] = replace(segment, prepared=prepare(segment, self.layer))
         self._grown = {lse: made[id(segment)] for lse, segment in work.ways.items()}
-        if capturing(self.memory.device):
+        self._recorded = capturing(self.memory.device)
+        if self._recorded:
             work.kept.append(self._grown)  # the graph may be replayed long after the next plan
         return positions
+
+    def _check_grown(self) -> None:
+        """Forget what grew in a capture once that is over; what grew before one is none of its graph's."""
+        if self._grown and self._recorded is not capturing(self.memory.device):
+            if not self._recorded:
+                raise RuntimeError("the plan advanced before the capture began; plan the step again, then capture")
+            self._grown = {}
 
     def segment(self, lse: bool) -> Segment:
         """For the newest plan, what serves a call with or without an LSE."""
         work = self._now
         assert work is not None
+        self._check_grown()
         if lse in self._grown:
             return self._grown[lse]
         if lse not in work.ways:
@@ -118,6 +129,9 @@ class Refresh:
                 work.again.append(again)
                 work.prepares = True
             work.ways[lse] = segment
+            if self._grown:
+                self._grown[lse] = self._grown[not lse] if segment is first else segment
+                return self._grown[lse]
         return work.ways[lse]
 
     def mask(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -135,7 +149,7 @@ class Refresh:
             write = self.choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size, graph=step.size.level))
         segment = self._segment(step, False)
         pads = Pads(segment.kernel.caps.padded_seq_len, -1 if write is None else write.caps.pad_slot)
-        self.memory.fill(step, batch, pads)
+        self.memory.fill(step, batch, pads, self._collect(batch))
 
         place = self.choose(Op.REFRESH, Needs(graph=step.size.level))
 
@@ -147,6 +161,9 @@ class Refresh:
         way = replace(segment, prepared=made)
         prepares = segment.kernel.prepare is not None
         return Work(step, write, pads, {False: way}, [again], step.baked, step_facts(step.batch), prepares)
+
+    def _collect(self, batch: Batch) -> Kernel | None:
+        return None if near(batch) else self.choose(Op.COLLECT, Needs())
 
     def _segment(self, step: Step, lse: bool) -> Segment:
         rows = slice(0, step.batch.padded_reqs)

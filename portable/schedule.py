@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from portable.arguments import at_least
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -82,11 +84,13 @@ class Scheduler:
     def __init__(
         self, *, num_pages: int, page_size: int, prefill_chunk: int, max_reqs: int, stop_ids: Collection[int] = ()
     ) -> None:
-        sizes = {"num_pages": num_pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "max_reqs": max_reqs}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
-        self.num_pages, self.page_size, self.prefill_chunk, self.max_reqs = sizes.values()
+        at_least(1, num_pages=num_pages, page_size=page_size, prefill_chunk=prefill_chunk, max_reqs=max_reqs)
+        self.num_pages, self.page_size, self.prefill_chunk, self.max_reqs = (
+            num_pages,
+            page_size,
+            prefill_chunk,
+            max_reqs,
+        )
         self.stop_ids = frozenset(stop_ids)
         self.free_pages = list(range(num_pages - 1, -1, -1))
         self.free_rows = list(range(max_reqs - 1, -1, -1))

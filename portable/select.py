@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,12 +11,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from portable.arguments import named
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package
+from portable.platform.target import Target
 
 if TYPE_CHECKING:
-    from portable.platform.target import Fastest, Target
+    from portable.platform.target import Fastest
 
 REFERENCE = "reference"  # the provider that is asked last
 VARIABLE = "PORTABLE_BACKEND"
@@ -95,6 +98,16 @@ def requested_from_env(environ: Mapping[str, str]) -> Request | None:
     return parse_requested(environ.get(VARIABLE), VARIABLE)
 
 
+def requested_by(backend: str | None) -> Request | None:
+    """The forced choice of an argument; None for that of the environment.
+
+    >>> requested_by("triton").names
+    ('triton',)
+    """
+    return requested_from_env(os.environ) if backend is None else parse_requested(backend)
+
+
+@named
 def select(
     op: Op,
     target: Target,
@@ -129,7 +142,7 @@ def select(
         needs,
         parse_requested(requested),
         {} if installed is None else installed,
-        tuple(kernels or ()),
+        () if kernels is None else tuple(kernels),
         order,
         verdict,
     )
@@ -209,7 +222,8 @@ def measured(op: Op, target: Target, layer: Layer, needs: Needs) -> tuple[str, .
         "reqs": needs.reqs,
         "page_size": needs.page_size or 0,
     }
-    return next((row.first for row in rows if row.fits(op.value, target.arch, facts)), ())
+    fits = (row for row in rows if row.fits(op.value, target.arch, facts, target.product))
+    return next((row.first for row in fits), ())
 
 
 def check_request(request: Request, kernels: Iterable[Kernel]) -> None:

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.arguments import at_least, named
 from portable.batch import Batch
 from portable.layer import UnsupportedError
-from portable.lengths import check_page_size, check_table, check_tensor
+from portable.lengths import as_lens, check_page_size, check_table, check_tensor
 from portable.paging import PAD_SLOT, slot_mapping
 from portable.ragged import IntArray, cu_from_lens, ragged_arange
 from portable.upload import upload
 
 
+@named
 def shard_lens(lens: IntArray, world: int, rank: int, interleave: int = 1) -> npt.NDArray[np.int64]:
     """[B] tokens of each sequence that a rank holds, where blocks of `interleave` tokens go round the ranks.
 
     >>> [shard_lens(np.array([5, 8]), world=2, rank=r, interleave=2).tolist() for r in (0, 1)]
     [[3, 4], [2, 4]]
     """
-    for name, value, least, below in (
-        ("world", world, 1, None),
-        ("rank", rank, 0, world),
-        ("interleave", interleave, 1, None),
-    ):
-        if value < least or (below is not None and value >= below):
-            limit = f"at least {least}" + ("" if below is None else f" and below {below}")
-            raise ValueError(f"{name} is {value}; it must be {limit}")
-    rounds, rest = np.divmod(np.asarray(lens, dtype=np.int64), world * interleave)
+    at_least(1, world=index(world), interleave=index(interleave))
+    at_least(0, rank=index(rank))
+    if rank >= world:
+        raise ValueError(f"rank is {rank}; it must be at least 0 and below {world}")
+    rounds, rest = np.divmod(as_lens("lens", lens).astype(np.int64), world * interleave)
     held: npt.NDArray[np.int64] = rounds * interleave + np.clip(rest - rank * interleave, 0, interleave)
     return held
 
 
+@named
 def shard(batch: Batch, world: int, rank: int, block_table: torch.Tensor, page_size: int, interleave: int = 1) -> Batch:
     """Context parallelism: the step's queries over the keys that one rank holds; the ranks' outputs merge by LSE.
 

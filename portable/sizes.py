@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from portable.arguments import at_least
 from portable.batch import Batch
 from portable.kernel import GraphLevel
 from portable.ragged import cdiv
@@ -42,10 +43,9 @@ class Size:
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("reqs", "queries", "tokens", "seq_len"):
-            value = getattr(self, name)
-            if (value is not None or name in ("reqs", "queries")) and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}; it must be an int of at least 1")
+        at_least(1, reqs=self.reqs, queries=self.queries)
+        at_least(1, **{name: value for name in ("tokens", "seq_len") if (value := getattr(self, name)) is not None})
+        at_least(0, ahead=self.ahead)
         if self.tokens is not None and not self.queries <= self.tokens <= self.reqs * self.queries:
             raise ValueError(
                 f"tokens is {self.tokens}; {self.reqs} requests of up to {self.queries} have {self.queries} to "
@@ -125,7 +125,11 @@ def size_of(pad_to: int | Size, batch: Batch) -> Size:
     >>> size_of(4, Batch.from_lens([2], [7]))
     Size(reqs=4, queries=2, tokens=None, seq_len=None, ahead=0)
     """
-    return pad_to if isinstance(pad_to, Size) else _uniform(pad_to, max(1, batch.max_query_len))
+    if isinstance(pad_to, Size):
+        return pad_to
+    if pad_to < 1:
+        at_least(1, pad_to=pad_to)
+    return _uniform(pad_to, max(1, batch.max_query_len))
 
 
 @cache

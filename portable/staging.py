@@ -43,6 +43,7 @@ class Staging:
     Args:
         nbytes: of each block.
         more: bytes of the device's block alone, behind.
+        block: memory for the device's block; None: new.
 
     >>> staging = Staging(32, torch.device("cpu"))
     >>> lens = staging.views({"lens": Field((3,), torch.int32)}, end=32)
@@ -53,10 +54,12 @@ class Staging:
     [7, 8, 9]
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, more: int = 0) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, more: int = 0, block: torch.Tensor | None = None) -> None:
         far = device.type != "cpu"
         with plain():
-            self.block = torch.zeros(nbytes + more, dtype=torch.uint8, device=device)
+            if block is None:
+                block = torch.empty(nbytes + more, dtype=torch.uint8, device=device)
+            self.block = block.zero_()
             self._hosts = tuple(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=far) for _ in range(2))
         module: Any = torch.get_device_module(device) if far else None
         self._events = tuple(module.Event() for _ in range(2)) if far else None

@@ -15,14 +15,15 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device | str
     """The arrays on the device, by a single copy on its current stream, without a sync.
 
     The staging block is pinned memory of torch's caching host allocator: it hands a block out again only after an
-    event behind the copy has passed, so a step in flight is never overwritten. On the CPU nothing is copied.
+    event behind the copy has passed, so a step in flight is never overwritten. On the CPU nothing is copied, but for
+    an array that is read only.
 
     >>> [t.tolist() for t in upload([np.arange(3), np.zeros((1, 2), np.int32)], "cpu")]
     [[0, 1, 2], [[0, 0]]]
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return tuple(torch.from_numpy(array) for array in arrays)
+        return tuple([torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays])
     block, places = stage(arrays, pin_memory=True)
     there = block.to(device, non_blocking=True)
     return tuple(

@@ -6,21 +6,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.arguments import at_least, named
 from portable.batch import Batch
 from portable.layer import UnsupportedError
 from portable.lengths import Int32, as_lens, check_lens, check_page_size, check_table, check_tensor
+from portable.local_steps import local, local_capacity, local_size
 from portable.paging import PAD_SLOT, slot_mapping
 from portable.parts import Parts, prefix, prefix_pays, tree, without_leading
 from portable.ragged import IntArray, cu_from_lens, ragged_arange
 from portable.shards import shard, shard_lens
-from portable.sizes import Size
 from portable.upload import upload
-from portable.view import View
 
 __all__ = [
     "Parts",
@@ -41,123 +42,7 @@ __all__ = [
 ]
 
 
-def local(batch: Batch, chunk: int) -> Batch:
-    """Chunked attention (Llama 4): a query sees the keys of its own chunk of positions, up to itself.
-
-    Each chunk that a request's queries touch becomes a request of its own, in order of tokens, over that chunk's
-    pages. The tokens and their slots stay as they are. `Batch.with_group` regathers the pages for another KV group.
-
-    Raises:
-        ValueError: chunk below 1, or lengths that are bounds.
-        UnsupportedError: pages that do not divide the chunk, or contiguous K/V with a context.
-
-    >>> batch = Batch.from_lens([4, 10, 5], [6, 17, 9], block_table=np.arange(27).reshape(3, 9), page_size=2)
-    >>> virtual = local(batch, chunk=4)
-    >>> virtual.query_lens.tolist(), virtual.host_seq_lens.tolist()
-    ([2, 2, 1, 4, 4, 1, 4, 1], [4, 2, 4, 4, 4, 1, 4, 1])
-    >>> virtual.host_cu_seqlens_q.tolist()
-    [0, 2, 4, 5, 9, 13, 14, 18, 19]
-    """
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    batch.needs_exact("local attention")
-    if not batch.self_attention or batch.view is not None:
-        raise UnsupportedError(
-            "local attention of a derived step: its positions are not the sequence's; take local first"
-        )
-    if batch.block_table is not None and chunk % batch.page_size:
-        raise UnsupportedError(
-            f"chunk {chunk} is not a multiple of page_size {batch.page_size}; a chunk inside a page has no table"
-        )
-    context, seq_lens = batch.context_lens, batch.host_seq_lens
-    if batch.block_table is None and context.any():
-        raise UnsupportedError(
-            f"local attention over contiguous K/V takes no context; row {int(context.argmax())} has one"
-        )
-    table, causal = batch.block_table, batch.causal
-    if table is not None and isinstance(causal, bool) and (batch.query_lens == 1).all():
-        return _local_decodes(batch, table, chunk)
-    first = context // chunk
-    touched = np.where(batch.query_lens > 0, (seq_lens - 1) // chunk - first + 1, 0)
-    row, place = ragged_arange(touched)
-    start = (first[row] + place) * chunk
-    end = np.minimum(start + chunk, seq_lens[row])
-    query_lens = (end - np.maximum(context[row], start)).astype(np.int32)
-    lens = (end - start).astype(np.int32)
-    cu = cu_from_lens(query_lens)
-    view = None
-    if table is None and isinstance(causal, bool):
-        cu_device, lens_device = upload((cu, lens), batch.device)
-    else:
-        rows, pages = row.astype(np.int64), (start // batch.page_size).astype(np.int64)
-        cu_device, lens_device, row_device, page = upload((cu, lens, rows, pages), batch.device)
-        if table is not None:
-            view = View(rows=rows, first_page=pages, width=max(1, chunk // batch.page_size))
-            table = view.pick(table, row_device, page)
-        if isinstance(causal, torch.Tensor):
-            causal = causal[row_device]
-    return replace(
-        batch,
-        cu_seqlens_q=cu_device,
-        seq_lens=lens_device,
-        block_table=table,
-        causal=causal,
-        query_lens=query_lens,
-        host_cu_seqlens_q=cu,
-        host_seq_lens=lens,
-        is_prefilling=None if batch.is_prefilling is None else batch.is_prefilling[row],
-        num_reqs=row.size,
-        max_query_len=int(query_lens.max(initial=0)),
-        max_seq_len=int(lens.max(initial=0)),
-        view=view if batch.view is None or view is None else batch.view.then(view),
-    )
-
-
-def _local_decodes(batch: Batch, table: torch.Tensor, chunk: int) -> Batch:
-    """`local` of one new token per request: each stays one, in the chunk that its token is in."""
-    start = batch.context_lens // np.int32(chunk) * np.int32(chunk)
-    lens, pages = batch.host_seq_lens - start, (start // batch.page_size).astype(np.int64)
-    rows = np.arange(lens.size)
-    lens_device, rows_device, pages_device = upload((lens, rows, pages), batch.device)
-    view = View(rows=rows, first_page=pages, width=max(1, chunk // batch.page_size))
-    return replace(
-        batch,
-        seq_lens=lens_device,
-        block_table=view.pick(table, rows_device, pages_device),
-        host_seq_lens=lens,
-        num_reqs=lens.size,
-        max_seq_len=int(lens.max(initial=0)),
-        view=view,
-    )
-
-
-def local_capacity(num_reqs: int, num_tokens: int, chunk: int) -> int:
-    """The most requests that `local` makes of a step of this size: what a captured graph must hold.
-
-    A request of q tokens touches at most 1 + ceil((q - 1) / chunk) chunks: its first token may end one. The worst step
-    gives each request one token, then a second to as many as there are tokens for, then chunk more for each further.
-
-    >>> local_capacity(3, 19, 4), local_capacity(2, 2, 4)
-    (9, 2)
-    """
-    reqs = min(num_reqs, num_tokens)
-    beyond = num_tokens - reqs
-    seconds = min(reqs, beyond)
-    return reqs + seconds + (beyond - seconds) // chunk if reqs else 0
-
-
-def local_size(size: Size, chunk: int) -> Size:
-    """The size that holds what `local` makes of any step of a size.
-
-    >>> local_size(Size(8), 4), local_size(Size(3, 17, tokens=19), 4).reqs
-    (Size(reqs=8, queries=1, tokens=None, seq_len=4, ahead=0), 9)
-    """
-    if size.uniform and size.queries == 1:
-        return Size(size.reqs, seq_len=chunk)
-    reqs = local_capacity(size.reqs, size.padded_tokens, chunk)
-    return Size(reqs, min(size.queries, chunk), size.padded_tokens, chunk)
-
-
+@named
 def cross(batch: Batch, encoder_lens: IntArray, block_table: torch.Tensor, page_size: int | None = None) -> Batch:
     """Encoder-decoder attention: the step's queries over each request's encoder tokens, all of them, whatever the step.
 
@@ -196,6 +81,7 @@ def cross(batch: Batch, encoder_lens: IntArray, block_table: torch.Tensor, page_
     )
 
 
+@named
 def encoder(encoder_lens: IntArray, block_table: torch.Tensor, page_size: int, first: npt.NDArray[np.bool_]) -> Batch:
     """The step that writes (and may run, both ways) the encoder tokens of the requests that are new: each just once.
 
@@ -207,12 +93,15 @@ def encoder(encoder_lens: IntArray, block_table: torch.Tensor, page_size: int, f
     [28, 29, 30]
     """
     lens = as_lens("encoder_lens", encoder_lens)
+    if block_table is None:
+        raise ValueError("block_table is None; an encoder's K and V are written to pages")
     if first.shape != lens.shape:
         raise ValueError(f"first has shape {list(first.shape)}; it must be [{lens.size}], one per request")
     new = np.where(first, lens, 0)
     return Batch.from_lens(new, new, block_table=block_table, page_size=page_size, causal=False)
 
 
+@named
 def draft(batch: Batch, step: int) -> Batch:
     """Step `step` (from 0) of a drafter behind a step: one new token per live request, `step + 1` behind its length.
 
@@ -223,12 +112,12 @@ def draft(batch: Batch, step: int) -> Batch:
     >>> [(d.host_seq_lens.tolist(), d.slot_mapping.tolist()) for d in (draft(batch, 0), draft(batch, 1))]
     [([8], [11]), ([9], [36])]
     """
-    if step < 0:
-        raise ValueError(f"step is {step}; the first draft step is 0")
+    at_least(0, step=index(step))
     live = (batch.query_lens > 0).astype(np.int32)
     return _grown(batch, live, live * np.int32(step + 1))
 
 
+@named
 def verify(batch: Batch, num_draft: int | IntArray) -> Batch:
     """The drafted tokens behind a step, verified together: `num_draft` new tokens, an int or [B], per live request.
 
@@ -279,6 +168,7 @@ def _grown(batch: Batch, query_lens: Int32, added: Int32) -> Batch:
     )
 
 
+@named
 def dead_pages(batch: Batch, left: int) -> npt.NDArray[np.int64]:
     """[B] leading pages of each request that no query of this step or a later one can see in a window of `left`.
 
@@ -287,8 +177,7 @@ def dead_pages(batch: Batch, left: int) -> npt.NDArray[np.int64]:
     >>> dead_pages(Batch.from_lens([1], [11], block_table=[[0, 1, 2]], page_size=4), left=3).tolist()
     [1]
     """
-    if left < 0:
-        raise ValueError(f"left is {left}; it counts keys before the query, so it is at least 0")
+    at_least(0, left=index(left))
     batch.needs_exact("the trimming of pages")
     if not batch.self_attention:
         raise UnsupportedError("trimming a step whose keys are not its own tokens: they have no window behind them")
@@ -296,6 +185,7 @@ def dead_pages(batch: Batch, left: int) -> npt.NDArray[np.int64]:
     return dead
 
 
+@named
 def trim(batch: Batch, left: int) -> Batch:
     """The step without the pages that a window of `left` keys has left behind: shorter sequences, the same results.
 

@@ -27,6 +27,7 @@ import torch
 from portable.cache_dir import cache_dir
 from portable.kernel import Kernel
 from portable.packages import Package, compiles_late
+from portable.plugins import heard
 
 if TYPE_CHECKING:
     from portable.platform.target import Target
@@ -124,8 +125,9 @@ class Verdicts:
                 found.append(error)
 
         thread = threading.Thread(target=work, name=f"self-test of {kernel.name}", daemon=True)
-        thread.start()
-        thread.join(each)
+        with heard():
+            thread.start()
+            thread.join(each)
         if not found:
             return f"it did not end within {each:g} s"
         if isinstance(found[0], KeyboardInterrupt):

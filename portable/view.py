@@ -20,23 +20,52 @@ class View:
     rows: npt.NDArray[np.int64]  # [B]
     first_page: npt.NDArray[np.int64]  # [B]
     width: int
+    picked: bool = True  # False: the batch has the group's table, for whoever reads this off it
 
     def of(self, table: torch.Tensor) -> torch.Tensor:
         """The derived table [B, width]."""
-        rows, first_page = upload((self.rows, self.first_page), table.device)
-        return self.pick(table, rows, first_page)
+        (starts,) = upload((self.starts(table),), table.device)
+        return self.pick(table, starts)
 
-    def pick(self, table: torch.Tensor, rows: torch.Tensor, first_page: torch.Tensor) -> torch.Tensor:
-        """`of`, with the rows and pages on the device already."""
-        if not table.shape[1]:  # nothing but empty sequences
-            return table.new_zeros(len(rows), self.width)
-        columns = first_page[:, None] + torch.arange(self.width, device=table.device)
-        columns.clamp_(max=table.shape[1] - 1)  # past the end the last one repeats: no length reaches it
-        if not table.is_contiguous():
-            return table[rows[:, None], columns]
-        # A flat gather takes half the time of one with two indices (1,024 rows of 512 pages: 1.6 ms for 3.1).
-        columns += (rows * table.shape[1])[:, None]
-        return table.view(-1).index_select(0, columns.view(-1)).view(columns.shape)
+    def starts(self, table: torch.Tensor) -> npt.NDArray[np.int64]:
+        """[B] where each row of the derived table begins in the memory of another."""
+        starts: npt.NDArray[np.int64] = self.rows * np.int64(_pitch(table)) + self.first_page
+        return starts
+
+    def pick(self, table: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """`of`, with what `starts` gives on the device already.
+
+        Behind the pages that the derived lengths reach stands whatever stands there in the table.
+        """
+        rows, columns, pitch = *table.shape, _pitch(table)
+        if not columns or not len(starts):  # nothing but empty sequences
+            return table.new_zeros(len(starts), self.width)
+        if columns > 1 and table.stride(1) != 1:
+            table = table.contiguous()
+        reach = (rows - 1) * pitch + columns
+        inside = self._inside(pitch, reach - self.width)
+        if inside < len(starts):
+            picked = table.new_empty(len(starts), self.width)
+            at = starts[inside:, None]
+            # Of the last rows, what lies past the end of the table repeats its last entry.
+            last = (at + torch.arange(self.width, device=table.device)).clamp_(max=reach - 1)
+            torch.index_select(table.as_strided((reach,), (1,)), 0, last.view(-1), out=picked[inside:].view(-1))
+            if not inside:
+                return picked
+        else:
+            picked = None
+        # Windows of the table's memory, each copied as a whole: 1,024 rows of 512 pages take 0.25 ms, and 2.2 a page at
+        # a time, whose places have to be made first.
+        windows = table.as_strided((reach - self.width + 1, self.width), (1, 1))
+        if picked is None:
+            return windows.index_select(0, starts)
+        torch.index_select(windows, 0, starts[:inside], out=picked[:inside])
+        return picked
+
+    def _inside(self, pitch: int, last: int) -> int:
+        """How many rows, from the first on, lie inside of a table whose last window begins at `last`."""
+        outside = self.rows * np.int64(pitch) + self.first_page > last
+        return int(outside.argmax()) if outside.any() else outside.size
 
     def then(self, second: View) -> View:
         """The view of a view."""
@@ -53,3 +82,9 @@ class View:
         if (widest := int(pages.max(initial=0))) > table.shape[1]:
             row = int(self.rows[pages.argmax()])
             raise ValueError(f"row {row}: the step reads {widest} pages, but block_table is {table.shape[1]} wide")
+
+
+def _pitch(table: torch.Tensor) -> int:
+    """Elements from row to row, of a table whose rows are dense, or will be once it is."""
+    rows, columns = table.shape
+    return table.stride(0) if rows > 1 and (columns <= 1 or table.stride(1) == 1) else columns

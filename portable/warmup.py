@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -20,10 +20,10 @@ import torch
 
 from portable.batch import Batch
 from portable.cache import cache_shapes
-from portable.kernel import KV, Needs, Op, Segment
-from portable.layer import Layer, LayerTensors
+from portable.kernel import KV, GraphLevel, Kernel, Needs, Op, Segment
+from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.limits import Limits
-from portable.mha import Choose, plan_segments
+from portable.mha import Choose, plan_segments, prepared, segment_of
 from portable.ragged import next_power_of_2
 
 Record = Callable[[], AbstractContextManager[list[Any]]]
@@ -130,9 +130,43 @@ def _launch(layer: Layer, choose: Choose, batch: Batch, kv: KV, tensors: LayerTe
             keys = kv if segment.block_table is not None else KV(*(part[at] for part in new if part is not None))
             logs = None if log is None else log[:, at]
             segment.kernel.run(q[at], keys, segment, layer, tensors, out[at], logs)
-    write = choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
-    if recordable(write.caps.provider):
-        write.run(*new, kv, batch.slot_mapping, layer, tensors)
+    writes = [choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size))]
+    if not batch.exact:  # as the lengths of a captured step are
+        for level in levels(batch):
+            with suppress(UnsupportedError):
+                writes.append(choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size, graph=level)))
+                found = segment_of(batch, layer, choose, slice(0, batch.padded_reqs), Op.PAGED, lse, level)
+                if recordable(found.kernel.caps.provider):
+                    found.kernel.run(q, kv, prepared(found, layer), layer, tensors, out, log)
+        change_metadata(choose, batch)
+    for write in dict.fromkeys(writes):
+        if recordable(write.caps.provider):
+            write.run(*new, kv, batch.slot_mapping, layer, tensors)
+
+
+def levels(batch: Batch) -> tuple[GraphLevel, GraphLevel]:
+    """What a kernel must declare to be captured for steps of requests like these: of one length each, and of any."""
+    return GraphLevel.SINGLE if batch.max_query_len == 1 else GraphLevel.UNIFORM, GraphLevel.VARLEN
+
+
+def change_metadata(choose: Choose, batch: Batch) -> None:
+    """What brings a captured step's metadata up to date on the device."""
+    rows, numbers = batch.padded_reqs, (meta((8,), torch.int64), meta((8,), torch.int32))
+    lens, table, slots = batch.seq_lens, batch.block_table, meta((rows,), torch.int64)
+    for kernel in _each_level(choose, Op.REFRESH, batch):
+        kernel.run(*numbers, meta((8,), torch.int32))
+    for kernel in _each_level(choose, Op.ADVANCE, batch):
+        for positions in (None, slots):
+            kernel.run(lens, table, slots, positions, batch.page_size, batch.max_seq_len)
+
+
+def _each_level(choose: Choose, op: Op, batch: Batch) -> Iterator[Kernel]:
+    """The kernels of ours that are chosen for captured steps."""
+    for level in levels(batch):
+        with suppress(UnsupportedError):
+            kernel = choose(op, Needs(graph=level))
+            if recordable(kernel.caps.provider):
+                yield kernel
 
 
 def _ours(batch: Batch, layer: Layer, choose: Choose, lse: bool, contiguous: bool = False) -> Iterator[Segment]:
@@ -165,16 +199,17 @@ def example(layer: Layer) -> LayerTensors:
 def needs(
     layer: Layer, limits: Limits, query_lens: Iterable[int], lses: tuple[bool, ...]
 ) -> Iterator[tuple[Op, Needs]]:
-    """All that planning may ask of `select`."""
+    """All that planning may ask of `select`; for a step that is captured there may be none."""
     longest = next_power_of_2(limits.max_seq_len)
-    yield Op.CACHE_WRITE, Needs(page_size=limits.page_size)
+    for graph in (GraphLevel.NEVER, GraphLevel.SINGLE, GraphLevel.UNIFORM, GraphLevel.VARLEN):
+        yield Op.CACHE_WRITE, Needs(page_size=limits.page_size, graph=graph)
     for query_len in dict.fromkeys(next_power_of_2(n) for n in query_lens):
+        captured = (GraphLevel.SINGLE if query_len == 1 else GraphLevel.UNIFORM, GraphLevel.VARLEN)
         for lse in lses:
-            seq_len = 1
-            while seq_len <= longest:
-                for op, page_size in ((Op.PAGED, limits.page_size), (Op.PREFILL, None)):
-                    yield op, Needs(layer.causal, page_size, query_len, seq_len, lse)
-                seq_len *= 2
+            for seq_len in (1 << i for i in range(longest.bit_length())):
+                yield Op.PREFILL, Needs(layer.causal, None, query_len, seq_len, lse)
+                for graph in (GraphLevel.NEVER, *captured):
+                    yield Op.PAGED, Needs(layer.causal, limits.page_size, query_len, seq_len, lse, graph)
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

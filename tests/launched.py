@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from recording import active
 from torch.utils._python_dispatch import _disable_current_modes
 
-from portable.kernel import GraphLevel, Kernel, Segment
+from portable.kernel import GraphLevel, Kernel, Op, Segment
 
 
 class Module:
@@ -48,3 +49,19 @@ def launches(kernel: Kernel, level: GraphLevel = GraphLevel.ALWAYS) -> Kernel:
         return module.launch(on_device, *args)
 
     return dataclasses.replace(kernel, caps=dataclasses.replace(kernel.caps, graph=level), run=run, prepare=None)
+
+
+def in_parts(kernel: Kernel) -> Kernel:
+    """A kernel that reads as many parts of 8 keys as it has counted for the step."""
+
+    def run(q: Any, kv: Any, segment: Segment, layer: Any, *results: Any) -> None:
+        most = torch.minimum(segment.seq_lens, segment.prepared * 8)
+        kernel.run(q, kv, dataclasses.replace(segment, seq_lens=most), layer, *results)
+
+    return dataclasses.replace(kernel, run=run, prepare=lambda segment, layer: (segment.seq_lens + 7) // 8)
+
+
+def captured(*kernels: Kernel) -> tuple[Kernel, ...]:
+    """All of them as a device's kernels; those over pages count their parts for each step."""
+    made = tuple(map(launches, kernels))
+    return tuple(in_parts(each) if each.caps.op in (Op.PAGED, Op.MLA_DECODE) else each for each in made)

@@ -75,6 +75,7 @@ class Recorder:
     def __init__(self, rules: Rules = RULES["amd"], target: Any = None) -> None:
         self.rules, self.target = rules, target
         self.current: _Capture | None = None
+        self.stream = "the caller's"
         self.replays = 0
         self.CUDAGraph = partial(Graph, self)
 
@@ -88,9 +89,16 @@ class Recorder:
         if self.current is not None:
             raise CaptureError("synchronize waits for the device, which a capture does not run")
 
+    def current_stream(self, device: object = None) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
     @contextmanager
     def graph(self, graph: Graph, pool: Pool | None = None, **options: Any) -> Iterator[None]:
-        """Capture what the block launches."""
+        """Capture what the block launches; as torch's, it stays on its own stream where the capture fails."""
+        before, self.stream = self.stream, "the capture's"
         graph.capture_begin(pool, **options)
         try:
             yield
@@ -98,6 +106,7 @@ class Recorder:
             graph.abandon()
             raise
         graph.capture_end()
+        self.stream = before
 
 
 class Graph:

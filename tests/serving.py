@@ -75,6 +75,8 @@ class Pages:
 class Serving:
     """A stack of layers, the requests that it serves, and the graphs of the steps that a size holds.
 
+    Every third of them is planned from tensors of the device, as an engine keeps them.
+
     Args:
         layers: of one page size; their groups count from 0.
         max_len: tokens of the longest sequence.
@@ -103,7 +105,7 @@ class Serving:
         ]
         self.requests: list[Request] = []
         self.counts: dict[str, int] = {}
-        self.replayed = 0
+        self.planned = self.replayed = 0
         self.worst = [0.0] * len(layers)  # of each layer, beside the reference
         self.sizes = tuple(sizes)
         self.graphs = Graphs(
@@ -205,7 +207,8 @@ class Serving:
         near = x.to(self.device)
         with torch.inference_mode():
             right = self.forward("oracle", self.plans("oracle", self.asked(step, "cpu")), x.double())
-            asked = self.asked(step, "cpu")
+            asked = self.asked(step, "cpu" if self.planned % 3 else str(self.layers[0].planner.device))
+            self.planned += 1
             reading = step.kind == "mixed" and any(isinstance(layer, States | Latents) for layer in self.layers)
             first = asked[0]["batch"] if isinstance(asked[0], dict) else asked[0]
             size = None if reading else least(self.sizes, first)

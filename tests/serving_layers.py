@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from portable import Attention, Batch, Layer, LayerTensors, allocate_cache
-from portable.mamba_run import Mamba, allocate_states
+from portable.cache import allocate_states
+from portable.mamba_run import Mamba
 from portable.mla_attention import MlaAttention
 from portable.mla_weights import MlaWeights
 from portable.states import SsmTensors
@@ -55,8 +56,9 @@ class Heads:
         return (layer.num_heads + layer.num_kv_heads) * layer.qk_head_dim + layer.num_kv_heads * layer.v_head_dim
 
     def asked(self, batch: Batch, slots: Any, accepted: list[int]) -> Any:
-        """What `plan` takes."""
-        return batch
+        """What `plan` takes; a batch of a device with lengths that the host does not know, where that may be."""
+        inexact = batch.device.type != "cpu" and self.layer.chunk is None and not batch.is_prefilling.any()
+        return replace(batch, exact=False) if inexact else batch
 
     def plan(self, way: str, asked: Any, **options: Any) -> Any:
         return (self.oracle if way == "oracle" else self.planner).plan(asked, **options)
@@ -123,6 +125,8 @@ class States(Heads):
         return self.layer.conv_channels + self.layer.num_heads
 
     def asked(self, batch: Batch, slots: Any, accepted: list[int]) -> Any:
+        if batch.device.type != "cpu":
+            slots, accepted = (torch.tensor(each, device=batch.device) for each in (slots, accepted))
         return {"batch": batch, "table": slots, "num_accepted": accepted}
 
     def plan(self, way: str, asked: Any, **options: Any) -> Any:

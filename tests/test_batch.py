@@ -249,6 +249,32 @@ def test_a_derived_batch_reads_its_pages_off_the_table_of_a_group():
     assert group.block_table.tolist() == [[21], [10], [0], [0]] and group.padded_reqs == 4
 
 
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 9), st.integers(0, 3), st.booleans(), st.data())
+def test_the_pages_of_a_view_are_those_of_its_rows(rows, columns, width, gap, dense, data):
+    """Of any part of a wider table, however far behind the last page a row reaches."""
+    wide = torch.arange(rows * (columns + gap), dtype=torch.int32).reshape(rows, columns + gap)
+    table = wide[:, :columns] if dense else wide[:, :columns].T.contiguous().T
+    picks = data.draw(st.lists(st.tuples(st.integers(0, rows - 1), st.integers(0, columns)), max_size=7))
+    row, first = (np.array(each, np.int64).reshape(-1) for each in (zip(*picks, strict=True) if picks else ((), ())))
+    found = View(rows=row, first_page=first, width=width).of(table)
+    assert found.shape == (len(picks), width) and found.is_contiguous()
+    for (at, page), got in zip(picks, found, strict=True):
+        wanted = table[at, page : page + width]
+        assert torch.equal(got[: len(wanted)], wanted)
+
+
+@given(cases(), st.integers(0, 2), st.booleans())
+def test_a_step_continues_where_all_have_equally_many_new_tokens_on_a_context(case, padding, single):
+    case = dataclasses.replace(case, query_lens=[min(q, 1) for q in case.query_lens]) if single else case
+    batch = case.batch()
+    padded = pad(batch, batch.num_reqs + padding, batch.num_tokens)
+    for step, pads in ((batch, 0), (padded, padding)):
+        uniform = len(set(step.query_lens.tolist())) == 1 and step.query_lens[0] > 0
+        assert step.continues is bool(uniform and not pads and all(step.context_lens > 0))
+    fresh = dataclasses.replace(batch, host_seq_lens=batch.query_lens)
+    assert not fresh.continues  # what was asked of a step is not told of another
+
+
 @pytest.mark.parametrize(
     ("batch", "arguments", "message"),
     [

@@ -78,6 +78,16 @@ def test_pictures_need_matplotlib(result: dict[str, Any], tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"install portable-attention\[bench\]"):
         plots.draw(result, tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda *given: pytest.fail("it was found out after the run"))
+    assert cli.main(["bench", "--device", "cpu", "--plots", str(tmp_path)]) == 2
+
+
+def test_contestants_are_told_apart(result: dict[str, Any]) -> None:
+    (work,) = (name for name, row in result["kernels"].items() if row["op"] == "prefill")
+    one = next(iter(result["kernels"][work]["contestants"].values()))
+    many = {work: {**result["kernels"][work], "contestants": {f"kernel {i}": one for i in range(40)}}}
+    looks = [(each["color"], each["marker"]) for each in plots.styles({**result, "kernels": many}).values()]
+    assert len(set(looks)) == 40
 
 
 def test_the_share_of_peak_is_of_what_binds() -> None:
@@ -108,7 +118,9 @@ def test_unified_attention_gets_its_arguments() -> None:
     problem = problem_of(EXTEND)
 
     def unified_attention(q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
-                          window_size, block_table, softcap, q_descale, k_descale, v_descale, sinks=None):  # fmt: skip
+                          window_size, block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None,
+                          softmax_segm_output=None, sinks=None):  # fmt: skip
+        assert seq_threshold_3D == 64 and softmax_segm_output.shape == (64 * 3, 4, peers.SPLITS, 16)
         assert causal and window_size == (-1, -1) and max_seqlen_q == 3 and max_seqlen_k == 40 and sinks is None
         assert cu_seqlens_q.tolist() == [0, 3, 6] and softmax_scale == LAYER.scale
         at = slots_of(block_table, seqused_k, 8)
@@ -124,7 +136,9 @@ def test_split_decode_gets_its_arguments() -> None:
 
     def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, attn_logits, attn_lse, num_kv_splits,
                              max_kv_splits, sm_scale, k_scale, v_scale, logit_cap=0.0):  # fmt: skip
-        assert attn_logits.shape == (2, 4, max_kv_splits, 16) and num_kv_splits.tolist() == [1, 1]
+        assert attn_logits.shape == (2, 4, max_kv_splits, 16)
+        blocks, units = 2 * 2, CPU.compute_units  # a block has the heads of a group
+        assert 1 <= int(num_kv_splits.max()) <= -(-units // blocks)
         at = [kv_indices[a:b] for a, b in itertools.pairwise(kv_indptr)]
         o.copy_(oracle(problem, 0, k_buffer, v_buffer, at))
 
@@ -158,6 +172,12 @@ class Decode(Wrapper):
         return oracle(self.problem, 0, cache[0].flatten(0, 1), cache[1].flatten(0, 1), at)
 
 
+class NewDecode(Decode):
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *old, **more):
+        assert not old and {"sm_scale", "window_left", "q_data_type"} <= more.keys()
+        super().plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **more)
+
+
 class Paged(Decode):
     def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
              head_dim_qk, page_size, causal=False, sm_scale=None, window_left=-1, q_data_type="float16",
@@ -175,11 +195,15 @@ class Ragged(Wrapper):
         return oracle(self.problem, 0, k, v, [torch.arange(9), torch.arange(9, 14)])
 
 
-@pytest.mark.parametrize("work", [DECODE, EXTEND, PREFILL], ids=lambda work: work.name)
-def test_wrappers_get_their_arguments(work: Workload) -> None:
+@pytest.mark.parametrize(
+    ("work", "decode"),
+    [(DECODE, Decode), (DECODE, NewDecode), (EXTEND, Decode), (PREFILL, Decode)],
+    ids=["decode", "decode by any name", "extend", "prefill"],
+)
+def test_wrappers_get_their_arguments(work: Workload, decode: type[Decode]) -> None:
     problem = problem_of(work)
     package = ModuleType("flashinfer")
-    for name, wrapper in (("BatchDecodeWithPagedKVCache", Decode), ("BatchPrefillWithPagedKVCache", Paged),
+    for name, wrapper in (("BatchDecodeWithPagedKVCache", decode), ("BatchPrefillWithPagedKVCache", Paged),
                           ("BatchPrefillWithRaggedKVCache", Ragged)):  # fmt: skip
         setattr(package, f"{name}Wrapper", type(name, (wrapper,), {"problem": problem}))
     call = peers.flashinfer(problem, package)
@@ -238,8 +262,27 @@ def test_the_command_writes_all_that_it_shows(tmp_path: Path, capsys: pytest.Cap
     assert cli.main([*argv, "--json", str(tmp_path / "bench.json")]) == 0
     shown, found = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())
     assert set(found["kernels"]) == {"decode 2 x 40 page 8", "prefill"} and "has no graphs" in shown
+    assert cli.main(["bench", "--read", str(tmp_path / "bench.json")]) == 0
+    assert capsys.readouterr().out == shown
+    (tmp_path / "other.json").write_text('{"schema": 1}')
+    for other in ("other.json", "none.json"):
+        assert cli.main(["bench", "--read", str(tmp_path / other)]) == 2
+    assert capsys.readouterr().err.count("which is no run of this command") == 2
     assert cli.main(["bench", "graphs", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["graphs"] == {"absent": f"cpu {CPU.arch} has no graphs"}
+
+
+def test_a_run_that_is_ended_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "workloads", lambda target, quick: iter([DECODE, PREFILL]))
+    monkeypatch.setattr(host, "planning", ended)
+    file = tmp_path / "bench.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(CPU, ["kernels", "planning"], True, 0.0, lambda found: bench.write(file, found))
+    assert set(bench.read(file)["kernels"]) == {DECODE.name, PREFILL.name}
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
 @pytest.mark.parametrize(

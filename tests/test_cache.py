@@ -35,5 +35,5 @@ def test_mla_has_one_tensor_of_latents():
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(0, 16), (4, 0), (4, -1)])
 def test_pages_are_counted_from_one(num_pages, page_size):
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="must be an int of at least 1"):
         allocate_cache(Layer.gqa(num_heads=1, head_dim=8), num_pages, page_size)

@@ -37,6 +37,19 @@ def test_chunks_are_as_full_as_whole_pages_allow(lens, page_size, pages):
     assert len(chunks) == -(-sum(-(-n // page_size) for n in lens) // pages)
 
 
+@given(contexts, st.integers(1, 8), st.integers(0, 60))
+def test_where_a_whole_request_is_cut_depends_on_its_own_length(lens, page_size, more):
+    workspace, found = page_size + more, {}
+    chunks = chunk_context(lens, workspace, page_size, whole=True)
+    for chunk in chunks:
+        assert 0 < chunk.num_tokens <= workspace and not chunk.starts[1:].any() and (chunk.lens > 0).all()
+        for row, start, n in zip(chunk.requests.tolist(), chunk.starts.tolist(), chunk.lens.tolist(), strict=True):
+            found.setdefault(row, []).append((start, n))
+    for row, n in enumerate(lens):
+        alone = chunk_context([n], workspace, page_size)
+        assert found.get(row, []) == [(int(chunk.starts[0]), int(chunk.lens[0])) for chunk in alone]
+
+
 def test_decodes_and_requests_without_a_context_make_no_chunk():
     # beside a decode of 5,000 tokens, dividing by the longest made 20 chunks of these, 18 of them empty
     assert [chunk.lens.tolist() for chunk in chunk_context([300, 0, 50], 512, 16)] == [[300, 50]]

@@ -17,11 +17,13 @@ import pytest
 from portable import cli
 from portable.attention import load_kernels
 from portable.backends.reference import KERNELS
-from portable.conformance import apart, cells, contract, laws
+from portable.conformance import apart, cells, contract, features, laws, process, replay, report
 from portable.conformance.command import conform
+from portable.conformance.features import QUICK
 from portable.conformance.page import page
 from portable.kernel import Kernel, Op
 from portable.platform.detect import detect
+from portable.proof import committed
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +64,8 @@ def report_of(folder: Path) -> dict:
         ),
         (["--json", "nowhere/report.json"], "--json is 'nowhere/report.json', in a folder that does not exist"),
         (["--jobs", "-1"], "--jobs is -1; it must be at least 0"),
+        (["--jobs", "0", "--limit", "9"], "--jobs is 0; --limit and --resume need processes"),
+        (["--resume", "--json", "-"], "--resume needs the file of an earlier run as --json"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(flags, message, capsys):
@@ -174,13 +178,13 @@ def run(outs, lses, sinks, out, lse):
     print("noise")
     right.run(outs, lses, sinks, out, lse)
 portable.attention.load_kernels = lambda: (replace(right, run=run),)
-from portable.conformance.apart import answer
+from portable.conformance.process import answer
 answer(sys.argv[1:])
 """
 
 
 def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkeypatch):
-    monkeypatch.setattr(apart, "CHILD", ENDS)
+    monkeypatch.setattr(process, "CHILD", ENDS)
     right = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
     features = ("2 parts", "3 parts", "9 parts", "sinks")
     found = conform([right], detect("cpu"), jobs=1, timeout=2, features=features)
@@ -189,6 +193,78 @@ def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkey
     assert said["3 parts"][0] == "failed" and said["3 parts"][1].startswith("its process ended with code 7: noise")
     assert said["9 parts"] == ("failed", "it did not end within 2 s")
     assert found["kernels"][0]["kinds"] == {"crashed": 2}
+
+    monkeypatch.setattr(apart, "ENDINGS", 1)  # the rest of a kernel that ends so many is left
+    found = conform([right], detect("cpu"), jobs=1, timeout=2, features=features[1:])
+    assert [cell["status"] for cell in found["kernels"][0]["cells"]].count("failed") == 1
+    assert {cell["status"] for cell in found["kernels"][0]["cells"]} <= {"failed", "not run", "parity"}
+
+
+def test_what_a_run_has_no_time_for_is_said_and_run_by_the_next(tmp_path, capsys):
+    file, features = tmp_path / "report.json", ["--feature", "sinks", "--feature", "3 parts"]
+    flags = ["conformance", "--device", "cpu", "--kernel", "reference.merge", *features, "--json", str(file)]
+    assert cli.main([*flags, "--limit", "0"]) == 1
+    assert "2 not run" in capsys.readouterr().out
+    found = report_of(tmp_path)
+    assert found["counts"]["not run"] == 2 and found["kernels"][0]["status"] == "not run"
+    assert not report.record({**found, "features": []})["kernels"]
+
+    found["kernels"][0]["cells"][0] |= {"status": "parity", "reason": "", "proof": "seen before"}
+    file.write_text(json.dumps(found))
+    assert cli.main([*flags, "--resume"]) == 0
+    found = report_of(tmp_path)
+    assert [cell["status"] for cell in found["kernels"][0]["cells"]] == ["parity", "parity"]
+    assert [cell["proof"] for cell in found["kernels"][0]["cells"]] == ["seen before", "measured"]
+
+    others = ["reference.prefill" if flag == "reference.merge" else flag for flag in flags]
+    assert cli.main([*others, "--resume"]) == 0  # the kernels of the file stay in it
+    assert [kernel["name"] for kernel in report_of(tmp_path)["kernels"]] == ["reference.prefill", "reference.merge"]
+
+    found["kernels"][0] |= {"source": "another"}
+    file.write_text(json.dumps(found))
+    assert cli.main([*flags, "--resume"]) == 0
+    assert {cell["proof"] for cell in report_of(tmp_path)["kernels"][0]["cells"]} == {"measured"}
+
+
+def test_a_record_proves_a_kernel_while_its_source_is_the_same(tmp_path):
+    merge = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+    record = report.record(conform([merge], detect("cpu")))
+    assert record["kernels"][merge.name]["cells"] == 42
+    (tmp_path / "conformance-toy.json").write_text(json.dumps({**record, "arch": "toy90", "level": "emulated"}))
+    assert [(run["arch"], run["level"]) for run in committed(tmp_path, merge)] == [("toy90", "emulated")]
+    record["kernels"][merge.name]["source"] = "another"
+    (tmp_path / "conformance-toy.json").write_text(json.dumps(record))
+    assert not list(committed(tmp_path, merge))
+    assert not report.record(conform([merge], detect("cpu"), features=("sinks",)))["kernels"]
+
+
+@pytest.mark.parametrize("kernel", [k for k in load_kernels() if k.caps.provider == "reference"], ids=lambda k: k.name)
+def test_each_value_of_a_feature_makes_a_case_of_its_own(kernel):
+    """A value that another axis hides would be said to be proved by a case without it."""
+    op, axes = kernel.caps.op, features.wide_axes(kernel, detect("cpu"), True)
+
+    def why(cell):
+        case = cells.case_of(op, cell)
+        return None if case is None else kernel.why_not(detect("cpu"), case.layer, case.needs())
+
+    base = cells.first(axes, lambda cell: why(cell) == ())
+    for axis, values in axes.items():
+        made = [cells.case_of(op, features.nearest(axes, base, axis, value, why)) for value in values]
+        assert len(set(made)) == len(made), axis
+
+
+def test_cells_are_dealt_once_and_those_that_fill_the_memory_to_one_process():
+    target = detect("cpu")
+    kernels = [kernel for kernel in KERNELS if kernel.caps.op in (Op.PAGED, Op.MLA_DECODE, Op.MERGE)]
+    works = [apart.planned(kernel, target, QUICK, {}) for kernel in kernels]
+    far, *rest = apart.dealt(works)
+    assert [work.probes[number].law for work, number in far] == [laws.Law.FAR] * 2
+    for work, number in (each for item in (far, *rest) for each in item):
+        assert work.cells[number] is None
+        work.fill(number, {"status": "parity"})
+    assert all(work.ended for work in works)
+    for work in works:
+        assert [(c["group"], c["value"]) for c in work.cells] == [(p.group, p.value) for p in work.probes]
 
 
 @contextmanager
@@ -202,10 +278,10 @@ def twice_before(step, device):
 @pytest.mark.parametrize("op", [Op.MERGE, Op.CACHE_WRITE, Op.CACHE_GATHER, Op.STATE_UPDATE])
 def test_a_captured_call_leaves_what_one_call_leaves(op, monkeypatch):
     """Some write what they read: without its memory as it was, the call after those is wrong."""
-    monkeypatch.setattr(laws, "replaying", twice_before)
+    monkeypatch.setattr(replay, "replaying", twice_before)
     kernel = next(kernel for kernel in load_kernels() if kernel.caps.op is op and kernel.caps.provider == "reference")
     for case in cells.cases(kernel, detect("cpu"), most=8):
-        contract.check(replace(kernel, run=laws.captured(kernel.run, "cpu")), case)
+        contract.check(replace(kernel, run=replay.captured(kernel.run, "cpu")), case)
 
 
 PYTEST = """

@@ -371,6 +371,28 @@ def test_a_faulty_kernel_beside_attention_fails_and_the_fault_is_named(kind):
     names_it(row(small(op, run), CPU, Scope(pairs=0)), kind.partition(", of")[0])
 
 
+def of_op(op: Op, kind: str) -> Callable[..., None]:
+    """A few of the faults for another operation of the same form."""
+
+    def run(q, kv, segment, layer, tensors, out, lse):
+        if kind == "scale missing":
+            layer = replace(layer, scale=1.0)
+        if kind == "causal dropped":
+            segment = replace(segment, causal=False)
+        RIGHT[op].run(q, kv, segment, layer, tensors, out, lse)
+        if kind == "LSE base 2" and lse is not None:
+            lse.div_(LN2)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["scale missing", "causal dropped", "LSE base 2"])
+@pytest.mark.parametrize("op", [Op.PREFILL, Op.MLA_DECODE])
+def test_prompts_and_latents_are_told_as_pages_are(op, kind):
+    kernel = replace(RIGHT[op], caps=replace(RIGHT[op].caps, dtypes={torch.float32}), run=of_op(op, kind))
+    names_it(row(kernel, CPU, Scope(pairs=0, features=("lengths",))), kind)
+
+
 @pytest.mark.parametrize("op", [Op.PAGED, *dict.fromkeys(op for op, _ in OTHERS.values())])
 def test_the_same_kernels_without_a_fault_pass(op):
     found = row(small(op, RIGHT[op].run), CPU, Scope(pairs=0))

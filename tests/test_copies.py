@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from portable import KV, Layer, allocate_cache, copy_pages
 from portable.layer import CACHE_LAYOUTS
 
 LAYER = Layer.gqa(num_heads=2, head_dim=16, dtype=torch.float32)
+SIZE = 2000
 
 
 def pool(num_pages: int, layer: Layer = LAYER, page_size: int = 8) -> KV:
@@ -77,6 +80,59 @@ def test_pools_that_do_not_fit_together():
         copy_pages(LAYER, pool(4), pool(4, page_size=4), [(0, 0)])
     with pytest.raises(ValueError, match="target has no V pages"):
         copy_pages(LAYER, pool(4), KV(pool(4).k, None), [(0, 0)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_of_one_pool_are_copied_right_or_refused(data):
+    """Pages of any two views, cut from one memory, with gaps and in between each other: as if read before any write."""
+    memory = torch.randn(SIZE)
+    views = []
+    for _ in range(2):
+        tokens, heads = data.draw(st.sampled_from([(16, 4), (8, 4), (4, 16)]), "strides of tokens and heads")
+        page = data.draw(st.sampled_from([16, 32, 40, 64, 128]), "stride of pages")
+        starts = (data.draw(st.integers(0, 350)) * 4 + data.draw(st.sampled_from([0, 0, 0, 1])) for _ in range(2))
+        views.append(KV(*(memory.as_strided((4, 2, 2, 4), (page, tokens, heads, 1), at) for at in starts)))
+    source, target = views
+    layer = Layer.gqa(num_heads=2, head_dim=4, dtype=torch.float32)
+    come, go = data.draw(st.permutations(range(4))), data.draw(st.permutations(range(4)))
+    pairs = list(zip(come, go, strict=True))[: data.draw(st.integers(1, 3), "pairs")]
+    places = torch.arange(SIZE)
+
+    def touched(view: torch.Tensor, page: int) -> set[int]:
+        return set(places.as_strided(view.shape, view.stride(), view.storage_offset())[page].flatten().tolist())
+
+    before = memory.clone()
+    reads = {place for page, _ in pairs for part in source for place in touched(part, page)}
+    writes = [place for _, page in pairs for part in target for place in touched(part, page)]
+    try:
+        copy_pages(layer, source, target, pairs)
+    except ValueError as error:
+        assert re.search("pairs run at the same time|lie on each other|in the same memory", str(error))
+        assert torch.equal(memory, before)
+        event("refused")
+        return
+    assert not reads & set(writes) and len(writes) == len(set(writes))
+    for part, other in zip(source, target, strict=True):
+        for page, to in pairs:
+            assert torch.equal(part[page], other[to])
+    untouched = sorted(set(range(SIZE)) - set(writes))
+    assert torch.equal(memory[untouched], before[untouched])
+
+
+def test_views_that_share_a_page_are_refused_and_those_in_between_each_other_are_not():
+    k, v = torch.randn(2, 9, 8, 2, 16)
+    before = k.clone()
+    for shifted in (KV(k[1:], v), KV(v, k)):
+        with pytest.raises(ValueError, match="share it"):
+            copy_pages(LAYER, KV(k[:8], v[:8]), KV(*(part[:8] for part in shifted)), [(3, 2), (5, 3)])
+        assert torch.equal(k, before)
+    layers = torch.randn(9, 2, 2, 8, 2, 16)  # pages of two layers, K and V of each side by side
+    one, two = (KV(layers[:, i, 0], layers[:, i, 1]) for i in range(2))
+    copy_pages(LAYER, one, two, [(3, 2), (2, 3)])
+    assert torch.equal(two.k[[2, 3]], one.k[[3, 2]]) and torch.equal(two.v[[2, 3]], one.v[[3, 2]])
+    with pytest.raises(ValueError, match="K pages that lie on each other"):
+        copy_pages(LAYER, one, KV(torch.zeros(8, 2, 16).expand(9, 8, 2, 16), torch.zeros(9, 8, 2, 16)), [(3, 2)])
 
 
 @pytest.mark.device

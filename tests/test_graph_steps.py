@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from launched import launches
+from launched import captured
 from recording import RULES, CaptureError, Recorder
 from serving import Serving, on_device
 from serving_layers import DRAFTS, PAGE, Heads, Latents, States
@@ -35,7 +35,7 @@ KINDS = {
     "latents": (Latents, LATENTS, 0, PAGES),
     "states": (States, STATES, 0, REQS * (1 + DRAFTS)),
 }
-ORACLES = tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS))
+ORACLES = captured(*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS)
 
 
 @pytest.fixture(params=sorted(RULES))
@@ -79,11 +79,50 @@ def test_replays_are_the_eager_run_and_near_the_reference(kernels, rules, kinds,
     assert recorder.replays >= stack.counts["decode"] + stack.counts["verify"]
 
 
+def test_every_tensor_of_a_plan_stays_where_the_capture_found_it(kernels):
+    """Of 100 replays: of each layer's plan all tensors, with their shapes and strides, whatever the step came from."""
+    with captures.using(Recorder()):
+        stack = serving("full", "full, other group", "local", "latents", "states", seed=4)
+        usual, seen, counted = stack.graphs._plan, {}, {"decode": 0, "verify": 0}
+
+        def planned(each, size):
+            plans = usual(each, size)
+            tensors = [captures.tensors(dataclasses.replace(plan, padded=None)) for plan in plans]
+            where = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for of_layer in tensors for x in of_layer]
+            assert min(map(len, tensors)) > 3 and seen.setdefault(size, where) == where
+            counted["verify" if size.queries > 1 else "decode"] += 1
+            return plans
+
+        stack.graphs._plan = planned
+        while sum(counted.values()) < 100 + len(seen):  # a capture plans once more
+            stack.run(5)
+    assert len(seen) == 4 and min(counted.values()) > 30
+
+
 def test_steps_of_any_lengths_are_replayed_too(kernels, rules):
     with captures.using(Recorder(rules)):
         stack = serving("full", "window", "local", more=[Size(REQS, 24, tokens=52)])
         stack.run(25)
     assert stack.replayed == 25 and stack.counts["mixed"] > 4
+
+
+def test_steps_that_the_device_has_are_replayed_too(kernels, monkeypatch):
+    """The tensors of the host stand for a device's, state slots and counts of accepted tokens in turns."""
+    for module in ("persistent", "refresh", "attention"):
+        monkeypatch.setattr(f"portable.{module}.near", lambda batch: False)
+    for module in ("places", "memory", "decodes"):
+        monkeypatch.setattr(f"portable.mamba_{module}.far", torch.is_tensor)
+    usual, turns = States.asked, iter(range(1000))
+
+    def asked(self, batch, slots, accepted):
+        turn, found = next(turns), usual(self, batch, slots, accepted)
+        return found | {name: torch.tensor(x) for bit, (name, x) in enumerate(found.items()) if turn >> bit & 1 and bit}
+
+    monkeypatch.setattr(States, "asked", asked)
+    with captures.using(Recorder()):
+        stack = serving("full", "window", "local", "latents", "states", seed=2)
+        stack.run(30)
+    assert stack.replayed > 15 and len(stack.graphs.captured) == 4
 
 
 @pytest.mark.device
@@ -147,20 +186,7 @@ def test_a_number_of_the_host_in_a_graph_is_noticed(kernels):
     fails("full", change=change)
 
 
-def in_parts(kernel):
-    """A kernel that reads as many parts of 8 keys as it has counted for the step."""
-
-    def run(q, kv, segment, layer, tensors, out, lse):
-        most = torch.minimum(segment.seq_lens, segment.prepared * 8)
-        kernel.run(q, kv, dataclasses.replace(segment, seq_lens=most), layer, tensors, out, lse)
-
-    return dataclasses.replace(kernel, run=run, prepare=lambda segment, layer: (segment.seq_lens + 7) // 8)
-
-
 def test_counts_of_parts_that_are_stale_are_noticed(kernels, monkeypatch):
-    kernels(paged=in_parts(next(kernel for kernel in ORACLES if kernel.caps.op is Op.PAGED)))
-    with captures.using(Recorder()):
-        serving("full").run(15)
     prepare, made = refresh.prepare, {}
 
     def once(segment, layer):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from addresses import CaptureError
-from launched import launches
+from launched import captured, launches
 from recording import RULES, Recorder
 
 from portable import Attention, Batch, Layer, MlaAttention, MlaWeights
@@ -27,7 +27,7 @@ LIMITS = {"page_size": PAGE, "device": "cpu", "max_reqs": 6, "max_tokens": 48, "
 @pytest.fixture(params=RULES)
 def recorder(request, monkeypatch):
     """A vendor's runtime, and the reference as kernels that it captures."""
-    kernels = tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_steps.KERNELS))
+    kernels = captured(*reference.KERNELS, *reference_steps.KERNELS)
     monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
     recorder = Recorder(RULES[request.param])
     with using(recorder):
@@ -107,7 +107,7 @@ def test_groups_share_a_graph_and_not_their_memory(recorder):
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_a_drafters_loop_advances_within_the_graph(recorder, latent):
-    """Three steps in one graph, against plans of each step on the host."""
+    """Three steps in one graph, against plans of each step on the host; kernels prepare each of them."""
     rng, size = np.random.default_rng(2), Size(4, ahead=2)
     if latent:
         layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
@@ -152,6 +152,18 @@ def test_a_drafters_loop_advances_within_the_graph(recorder, latent):
             wanted.append(x)
         torch.testing.assert_close(out, torch.stack(wanted, 1))
         assert positions.tolist() == [[length, length + 1] for length in step.host_seq_lens]
+    plan, graph = attn.plan(step_of(rng, 4), pad_to=size), recorder.CUDAGraph()
+    attn.advance(plan)
+    with pytest.raises(RuntimeError, match="plan advanced before the capture began"), recorder.graph(graph):
+        layer_of(torch.randn(4, heads, 8), plan)
+    step = step_of(rng, 4)
+    plan, x = attn.plan(step, pad_to=size), torch.zeros(4, heads, 8)
+    x[: step.num_reqs] = torch.randn(step.num_reqs, heads, 8)
+    with recorder.graph(recorder.CUDAGraph()):  # which computes nothing: the plan is where it was
+        attn.advance(plan)
+        layer_of(x, plan)
+    again = layer_of(x, plan)[: step.num_reqs]
+    torch.testing.assert_close(again, layer_of(x[: step.num_reqs], attn.plan(step, slot=5)))
     with pytest.raises(ValueError, match="a step that advances has one new token"):
         attn.advance(attn.plan(step_of(rng, 2, 2), pad_to=2))
     with pytest.raises(ValueError, match="the plan is of a step that is not padded"):
@@ -159,6 +171,18 @@ def test_a_drafters_loop_advances_within_the_graph(recorder, latent):
     long = Batch.from_lens([1], [PAGE * WIDTH - 1], block_table=np.arange(WIDTH)[None], page_size=PAGE)
     with pytest.raises(ValueError, match="sequences of 31 tokens and 2 more"):
         attn.plan(long, pad_to=size)
+
+
+def test_an_lse_that_is_first_asked_for_behind_an_advance_is_of_the_step_then(recorder):
+    attn, cache, size = Attention(LAYER, **LIMITS), pages(), Size(2, ahead=1)
+    step = Batch.from_lens([1, 1], [8, 16], block_table=np.arange(16).reshape(2, 8), page_size=PAGE)
+    plan, x = attn.plan(step, pad_to=size), torch.randn(2, 4, 8)
+    attn.run(x, cache, plan)
+    attn.advance(plan)
+    out, lse = attn.run(x, cache, plan, return_lse=True)
+    wanted = attn.run(x, cache, attn.plan(draft(step, 0), slot=1), return_lse=True)
+    torch.testing.assert_close(out, wanted.out)
+    torch.testing.assert_close(lse, wanted.lse)
 
 
 def test_sizes_are_captured_ahead_from_the_largest_within_a_budget(recorder, caplog):

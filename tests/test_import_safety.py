@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from portable.backends.packages import PACKAGES
+
 ROOT = Path(__file__).parent.parent
 
 # A kernel of "lib" is first in line; then attention runs twice, as an engine would.
@@ -114,3 +116,41 @@ def test_a_library_that_works_is_used(tmp_path: Path, source: str) -> None:
     found, noise = use(tmp_path, source)
     assert found["right"] and found["kernel"] == "lib.paged"
     assert "banner" not in noise and "warning" not in noise
+
+
+UNASKED = """
+import sys, torch, portable
+from portable import cli
+from portable.attention import load_kernels
+from portable.backends.packages import PACKAGES
+
+assert len({kernel.caps.provider for kernel in load_kernels()}) > 5
+layer = portable.Layer.gqa(num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+attn = portable.Attention(layer, page_size=4, device="cpu")
+cache = portable.allocate_cache(layer, num_pages=4, page_size=4)
+plan = attn.plan(portable.Batch.from_lens([2], [2], block_table=[[1]], page_size=4))
+attn.write(torch.ones(2, 1, 8), torch.ones(2, 1, 8), cache, plan)
+assert (attn.run(torch.ones(2, 2, 8), cache, plan).out == 1).all()
+for arch, given in (("gfx942", "amd-aiter=0.1.12"), ("sm90", "flash_attn_3=3.0.0b1")):  # machines that are described
+    assert cli.main(["explain", "--arch", arch, "--with", given, "--json"]) in (0, 1)
+"""
+
+
+def test_no_vendor_is_imported_that_nobody_asked_about(tmp_path: Path) -> None:
+    """Each vendor's module, were it imported, would end the process."""
+    names = {each.module for each in PACKAGES if not each.bundled}
+    for name in sorted(names):
+        file = tmp_path.joinpath(*name.split(".")) / "__init__.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (file.parent, *file.parent.parents):
+            if folder == tmp_path:
+                break
+            (folder / "__init__.py").write_text("import os\nos._exit(9)")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", UNASKED], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and {"aiter", "flash_attn", "flash_mla"} <= names, done.stderr

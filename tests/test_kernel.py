@@ -66,17 +66,17 @@ def test_an_empty_declaration_serves_nothing():
     ],
 )
 def test_each_thing_that_is_not_declared_is_refused_alone(layer_with, needs_with, reason):
-    needs = dataclasses.replace(PAGED, **needs_with)
+    needs = PAGED._replace(**needs_with)
     assert kernel().why_not(TARGET, layer(**layer_with), needs) == (reason,)
 
 
 def test_each_feature_is_accepted_once_declared():
     everything = kernel(features=FEATURES)
     asked = layer(window=8, softcap=50.0, sinks=True, alibi=True, causal=False, batch_invariant=True)
-    assert everything.why_not(TARGET, asked, dataclasses.replace(PAGED, causal=False, lse=True)) == ()
+    assert everything.why_not(TARGET, asked, PAGED._replace(causal=False, lse=True)) == ()
     for feature in FEATURES:
         lacking = kernel(features=FEATURES - {feature})
-        reasons = lacking.why_not(TARGET, asked, dataclasses.replace(PAGED, causal=False, lse=True))
+        reasons = lacking.why_not(TARGET, asked, PAGED._replace(causal=False, lse=True))
         assert reasons == (f"{feature} is not supported",)
 
 
@@ -111,7 +111,7 @@ def test_mla_decode_sees_the_latent():
 
 def test_lengths_beyond_a_kernel_are_refused():
     short = kernel(max_seq_len=1024, query_lens=one_of(1, 2))
-    assert short.why_not(TARGET, layer(), dataclasses.replace(PAGED, query_len=4)) == (
+    assert short.why_not(TARGET, layer(), PAGED._replace(query_len=4)) == (
         "query length 4 is not one of 1, 2",
         "sequence length 4096 is above 1024",
     )

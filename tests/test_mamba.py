@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from portable.backends import reference_steps
 from portable.batch import Batch
 from portable.layer import Layer
 from portable.mamba import plan_mamba
@@ -28,6 +29,17 @@ PAD = -1
 def table_of(rows, columns=30):
     """Slots that are all different: row 0 has 100, 101, ..., row 1 200, 201, ..."""
     return np.arange(columns)[None, :] + 100 * np.arange(1, rows + 1)[:, None]
+
+
+def state_memory(reqs, tokens, queries, launched=None):
+    """Memory on the CPU, which lists its launches."""
+
+    def collect(*args):
+        if launched is not None:
+            launched.append(args)
+        return reference_steps.collect(*args)
+
+    return StateMemory(torch.device("cpu"), reqs, tokens, queries, collect)
 
 
 def lens(*rows):
@@ -191,7 +203,7 @@ def test_padded_rows_reach_no_live_slot(pad_slot):
 
 
 def test_captured_buffers_stay_where_they_are_and_are_refilled_behind_the_live_rows():
-    memory = StateMemory(torch.device("cpu"), reqs=8, tokens=24, queries=3)
+    memory = state_memory(reqs=8, tokens=24, queries=3)
     given = {"memory": memory, "num_draft": 2, "mode": "all", "block_size": 4}
 
     def plan(rows, count):
@@ -223,7 +235,7 @@ def test_the_short_way_of_planning_decodes_gives_what_the_long_one_does(drafts, 
     live, accepted = len(rows), [min(a, 1 + drafts) for *_, a in rows] if counted else None
     size, tokens = live + more, (live + more) * (1 + drafts)
     given = {"num_draft": drafts, "num_accepted": accepted, "pad_slot": pad_slot}
-    memory = [StateMemory(torch.device("cpu"), size + 1, tokens + 1, 1 + drafts) if kept else None for _ in range(2)]
+    memory = [state_memory(size + 1, tokens + 1, 1 + drafts) if kept else None for _ in range(2)]
     short = plan_decodes(batch, table_of(live), size, tokens, memory=memory[0], max_query_len=1 + drafts, handle=-1,
                          **given)  # fmt: skip
     if not live:
@@ -242,34 +254,53 @@ def test_the_short_way_of_planning_decodes_gives_what_the_long_one_does(drafts, 
     assert torch.equal(others[0].state_indices, others[1].state_indices)
 
 
-def test_slots_that_the_device_looks_up_come_to_where_those_of_the_host_do():
-    """Tables of other lengths and widths, and counts, in turns: a graph reads one place."""
-    memory, where = StateMemory(torch.device("cpu"), reqs=4, tokens=12, queries=3), set()
-    batches = [pad_host(lens(*((5, 3),) * live), 4, 12) for live in (3, 1, 4)]
-    accepted = (None, [2], None, [1, 3, 2], None, [3] * 4)
-    for batch, wide, counts in zip(batches * 2, (3, 3, 9, 3, 9, 3), accepted, strict=True):
-        live = batch.num_reqs
-        table, given = table_of(live, max(wide, 5)), {"num_draft": 2, "num_accepted": counts}
-        wanted = plan_mamba(batch, LAYER, table, **given)
-        host = plan_mamba(batch, LAYER, table, memory=memory, max_query_len=3, **given).decode
-        assert torch.equal(host.initial_indices, wanted.decode.initial_indices)
-        where.add((host.initial_indices.data_ptr(), host.state_indices.data_ptr(), host.num_accepted.data_ptr()))
-        places = wanted.places()
-        columns, device = places.columns.copy(), None
-        if counts is not None:
-            moved = torch.nn.functional.pad(torch.tensor(counts, dtype=torch.int32), (0, 4 - live), value=1)
-            columns[:live] -= np.array(counts, np.int32) - 1
-            device = moved
-        behind = None if device is None else device - 1
-        flat = np.where(columns < 0, -1, places.rows * np.int64(table.shape[1]) + columns)
-        arrays = np.array(batch.host_cu_seqlens_q), None, np.zeros(12, bool), flat
-        brought = memory.bring(*arrays)
-        memory.look(brought, flat, torch.from_numpy(table), Places(places.rows, columns, behind), -1, device)
-        assert torch.equal(brought.slots[:4], wanted.decode.initial_indices)
-        assert torch.equal(brought.slots[4:].view(4, 3), wanted.decode.state_indices)
-        assert torch.equal(brought.num_accepted, wanted.decode.num_accepted)
-        where.add((brought.slots.data_ptr(), brought.slots[4:].data_ptr(), brought.num_accepted.data_ptr()))
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_slots_that_the_device_looks_up_come_to_where_those_of_the_host_do(mode, monkeypatch):
+    """Tables and counts of the host and of a device, of other lengths and widths, in turns: a graph reads one place.
+
+    What a device has takes one launch, whatever it is.
+    """
+    launched, where, rng = [], set(), np.random.default_rng(4)
+    for module in ("places", "memory", "decodes"):
+        monkeypatch.setattr(f"portable.mamba_{module}.far", torch.is_tensor)
+    memory = state_memory(reqs=4, tokens=12, queries=3, launched=launched)
+    other_memory = state_memory(reqs=4, tokens=12, queries=3)
+    given = {"num_draft": 2, "mode": mode, "block_size": 4}
+    for turn in range(24):
+        live = int(rng.integers(1, 5))
+        step = lens(*((int(rng.integers(1, 30)), int(rng.integers(1, 4))) for _ in range(live)))
+        batch = pad_host(step, 4, 12)
+        table, counts = table_of(live, int(rng.integers(15, 19))), rng.integers(1, 4, live)
+        wanted = plan_mamba(batch, LAYER, table, num_accepted=counts, **given)
+        there = torch.from_numpy(table).to((torch.int32, torch.int64)[turn % 2]), torch.from_numpy(counts)
+        asked = (there[0] if turn & 1 else table), (there[1] if turn & 2 else counts)
+        launched.clear()
+        plan = plan_mamba(batch, LAYER, asked[0], num_accepted=asked[1], memory=memory, max_query_len=3, **given)
+        assert len(launched) == (turn & 3 > 0)
+        for name in ("initial_indices", "state_indices", "num_accepted", "cu_seqlens_q"):
+            assert torch.equal(getattr(plan.decode, name), getattr(wanted.decode, name)), name
+        if mode == "none":
+            options = {"num_draft": 2, "num_accepted": asked[1], "pad_slot": -1, "memory": other_memory}
+            short = plan_decodes(step, asked[0], 4, 12, max_query_len=3, handle=-1, **options)
+            for name in ("initial_indices", "state_indices", "num_accepted", "cu_seqlens_q"):
+                assert torch.equal(getattr(short.decode, name), getattr(wanted.decode, name)), name
+            one, two = ([x for x in each.places() if x is not None] for each in (short, plan))
+            assert all(np.array_equal(x, y) for x, y in zip(one, two, strict=True)) and short.max_slot == plan.max_slot
+        if not turn & 1:  # the host knows what is written
+            assert plan.max_slot >= wanted.max_slot
+            other = plan.with_group(table + 50).decode
+            assert torch.equal(other.state_indices, wanted.with_group(table + 50).decode.state_indices)
+            assert torch.equal(other.initial_indices, wanted.with_group(table + 50).decode.initial_indices)
+        names = "initial_indices", "state_indices", "num_accepted"
+        where.add(tuple(getattr(plan.decode, name).data_ptr() for name in names))
     assert len(where) == 1
+    short, hollow = pad_host(lens((3, 1)), 4, 12), np.array([[100, -1, -1, -1]])  # states that are not there yet
+    plan = plan_mamba(short, LAYER, hollow, num_accepted=torch.tensor([1]), memory=memory, max_query_len=3, num_draft=2)
+    assert plan.decode.initial_indices.tolist() == [100, -1, -1, -1] and plan.max_slot == 100
+    twice = np.array([[7, 8, 9], [3, 4, 8]])
+    with pytest.raises(ValueError, match="row 1: slot 8 is written by row 0 too"):
+        short = pad_host(lens((5, 3), (6, 3)), 4, 12)
+        plan_mamba(short, LAYER, twice, num_draft=2, num_accepted=torch.tensor([1, 2]), memory=memory, max_query_len=3)
 
 
 def test_a_second_group_has_its_own_slots_in_the_same_step():

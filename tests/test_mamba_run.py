@@ -144,6 +144,7 @@ def test_a_padded_step_writes_live_states_alone(monkeypatch):
     out = tokens.step(mamba, pools, plan, [(tokens, slice(None))])
     assert plan.decode.state_indices.flatten().tolist() == [5, 2, 7, -1]
     assert not out[3].any()
+    assert mamba.workspace_bytes() == mamba._slots[0].nbytes > 0
     for pool, old in zip(pools, before, strict=True):
         changed = (pool != old).flatten(1).any(1)
         assert changed.nonzero().flatten().tolist() == [2, 5, 7]

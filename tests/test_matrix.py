@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,17 @@ def test_the_workflows_are_valid() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, timeout=60)
     assert len(files) == 2 and done.returncode == 0, done.stdout + done.stderr
+    if actionlint := shutil.which("actionlint"):  # no package of pip's brings the original
+        done = subprocess.run([actionlint, *map(str, files)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_a_linter_knows_of_ones_own_runners() -> None:
+    yaml = pytest.importorskip("yaml")
+    (known,) = yaml.safe_load((ROOT / workflows.LINT).read_text())["self-hosted-runner"].values()
+    flow = yaml.safe_load((ROOT / workflows.FOLDER / workflows.DEVICES).read_text())
+    own = [job["runs-on"] for job in flow["jobs"].values() if "self-hosted" in job.get("runs-on", ())]
+    assert {label for labels in own for label in labels} == {*known, "self-hosted"}
 
 
 def test_no_capability_is_without_proof() -> None:
@@ -144,7 +156,7 @@ def test_drift_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     (tmp_path / "ci").mkdir()
     (tmp_path / "ci" / "matrix.toml").write_text(TEXT)
     assert cli.main(["matrix", "--check"]) == 1
-    assert capsys.readouterr().out.count("is not there") == 2
+    assert capsys.readouterr().out.count("is not there") == 3
     assert cli.main(["matrix", "--write"]) == 0
     assert cli.main(["matrix", "--check"]) == 0
     (tmp_path / "ci" / "matrix.toml").write_text(TEXT.replace('"MI300X"', '"MI300X, eight"'))
@@ -154,7 +166,8 @@ def test_drift_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     hosted_only = "\n\n".join(part for part in TEXT.split("\n\n") if "self-hosted" not in part)
     (tmp_path / "ci" / "matrix.toml").write_text(hosted_only)
     assert cli.main(["matrix", "--check"]) == 1
-    assert "devices.yml is of no lane any more" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "devices.yml is of no lane any more" in said and "actionlint.yaml is of no lane any more" in said
 
 
 @pytest.mark.parametrize(
@@ -191,9 +204,12 @@ def test_the_table_shows_every_lane(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def merge(found: dict[str, Results], kernels: tuple[Kernel, ...] = (), **options: object) -> dict[str, object]:
-    hosted = {lane.name: Results() for lane in MATRIX.lanes if lane.hosted}
+    hosted = {lane.name: PASSED for lane in MATRIX.lanes if lane.hosted}
     jobs = dict.fromkeys(("cheap", *found), "success")
     return report.merged(MATRIX, {**hosted, **found}, kernels, TABLES, Path("none"), **{"jobs": jobs, **options})  # type: ignore[arg-type]
+
+
+PASSED = Results({"tests/test_any.py::test_it": Outcome("passed")})
 
 
 def outcomes(**states: str) -> Results:
@@ -224,6 +240,18 @@ def test_a_lane_that_must_pass_and_does_not() -> None:
     assert {name: lane["state"] for name, lane in found["lanes"].items() if name in jobs} == {  # type: ignore
         "mi300x": "failed", "mi355x": "missing", "h100": "not run", "b200": "not run",
     }  # fmt: skip
+
+
+def test_a_folder_without_results_proves_nothing() -> None:
+    """Not even what counts where a lane passed: the compiler's lane has no test of each kernel."""
+    assert merge({}, (TRITON,))["failures"] == []
+    found = merge({"compile": Results()}, (TRITON,), jobs=None, partial=True)
+    assert found["lanes"]["compile"]["state"] == "missing"  # type: ignore[index]
+    assert "lane compile left no results" in found["failures"]  # type: ignore[operator]
+    assert "triton.merge on sm90 has no proof at any level" in found["failures"]  # type: ignore[operator]
+    assert found["lanes"]["lint"]["state"] == "passed"  # type: ignore[index]
+    alone = report.merged(MATRIX, {"cpu": PASSED}, (), TABLES, Path("none"), partial=True)
+    assert alone["lanes"]["lint"]["state"] == "not run"
 
 
 def test_a_capability_without_proof_fails() -> None:

@@ -17,7 +17,6 @@ from portable import (
     MlaAttention,
     MlaWeights,
     Op,
-    UnsupportedError,
     allocate_cache,
     merge_states,
     mla,
@@ -84,12 +83,39 @@ def test_an_absorbed_decode_equals_an_up_projected_prefill(monkeypatch):
     attn = attention()
     decoded = made.run(attn, return_lse=True)
     assert not attn.plan(made.batch).segments.prefills
-    monkeypatch.setattr(mla, "decode_threshold", lambda kernel: 1)
+    monkeypatch.setattr(mla, "decode_threshold", lambda *_: (1, False))
     attn = attention()
     prefilled = made.run(attn, return_lse=True)
     assert not attn.plan(made.batch).segments.decodes
     close(decoded.out, prefilled.out, 1e-10)
     close(decoded.lse, prefilled.lse.double(), 1e-6)
+
+
+def some_of(made: Step, rows: list[int]) -> tuple[Step, list[int]]:
+    """The step of some requests on the same pages, and their tokens in the whole."""
+    cu, queries, lens = made.batch.host_cu_seqlens_q, made.batch.query_lens, made.batch.host_seq_lens
+    tokens = [t for row in rows for t in range(cu[row], cu[row + 1])]
+    table = made.batch.block_table.numpy()[rows]
+    batch = Batch.from_lens(queries[rows], lens[rows], block_table=table, page_size=made.batch.page_size)
+    return dataclasses.replace(made, batch=batch, q=made.q[tokens], new=made.new[tokens]), tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_a_batch_invariant_layer_a_request_has_the_bits_of_every_batch(dtype):
+    """Alone, and behind the others in another order; the same products in one piece differ in some draws."""
+    layer, draw, chunks = mla_layer(dtype, batch_invariant=True), random.Random(1), 0
+    for n in range(25):
+        rows = [(draw.choice((1, 1, 3, 9, 17)), draw.choice((0, 1, 5, 40, 70))) for _ in range(draw.randint(2, 6))]
+        made = make_step(layer, *([row[i] for row in rows] for i in range(2)), seed=n)
+        attn = attention(layer, workspace=20)
+        whole = made.run(attn, return_lse=True)
+        chunks += sum(len(prefill.context) for prefill in attn._slots[0].plan.segments.prefills)
+        close(whole.out, made.right(layer)[0], 0.15 if dtype is torch.bfloat16 else 1e-4)
+        for order in (*([r] for r in range(len(rows))), [*range(len(rows))][::-1]):
+            part, tokens = some_of(made, order)
+            found = part.run(attn, return_lse=True)
+            assert torch.equal(found.out, whole.out[tokens]) and torch.equal(found.lse, whole.lse[:, tokens])
+    assert chunks > 60
 
 
 @pytest.mark.parametrize("queries", range(1, 9))
@@ -219,8 +245,6 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             attn.plan(step)
-    with pytest.raises(UnsupportedError, match="batch_invariant is set"):
-        attention(mla_layer(batch_invariant=True))
     with pytest.raises(ValueError, match="serves 'gqa' layers"):
         Attention(LAYER, page_size=4, device="cpu")
 

@@ -18,7 +18,7 @@ from portable.backends import flash_attn, flash_mla, reference
 from portable.backends.aiter import KERNELS as AITER
 from portable.backends.flash_attn import pieces
 from portable.conformance import cells, contract
-from portable.conformance.inputs import segment
+from portable.conformance.inputs import build, segment
 from portable.kernel import KV, Op
 from portable.layer import Layer, LayerTensors
 from portable.mla_attention import MlaAttention
@@ -32,6 +32,7 @@ BF16 = {
     "v_head_dim": 128,
 }
 NAMED = {kernel.name: kernel for kernel in AITER}
+VARLEN = ("aiter.varlen", "aiter.varlen_triton", "flash_attn_3.varlen")
 TRITON_MHA = "aiter.ops.triton.attention.mha"
 GFX942 = portable.describe("gfx942")
 
@@ -54,12 +55,18 @@ def spy(monkeypatch):
     return calls
 
 
-def choose(layer, prefill="aiter.varlen"):
-    """aiter's kernels where they serve, as on the machine that they are for; else the oracle."""
+def choose(layer, prefill="aiter.varlen", merged=()):
+    """aiter's kernels where they serve, as on the machine that they are for; else the oracle; merges are noted."""
     oracle = {kernel.caps.op: kernel for kernel in reference.KERNELS}
+
+    def merge(outs, lses, sinks, out, lse):
+        merged.append({(part.shape[-1], part.is_contiguous()) for part in (*outs, out)})
+        oracle[Op.MERGE].run(outs, lses, sinks, out, lse)
 
     def kernel(op, needs):
         vendor = {Op.MLA_DECODE: NAMED["aiter.mla_decode"], Op.PREFILL: NAMED[prefill]}.get(op)
+        if op is Op.MERGE:
+            return replace(oracle[op], run=merge)
         return vendor if vendor and not vendor.why_not(GFX942, layer, needs) else oracle[op]
 
     return kernel
@@ -72,7 +79,8 @@ def test_a_whole_step_on_aiter_equals_the_oracle(heads, prefill, wide, spy):
     layer = mla_layer(num_heads=heads, **BF16)
     made = make_step(layer, [1, 3, 20, 9], [33, 8, 70, 0], page_size=16)
     attn = MlaAttention(layer, page_size=16, device="cpu", workspace=32)
-    slot = attn._slots[0] = MlaSlot(layer, choose(layer, prefill), attn.workspace)
+    merged = []
+    slot = attn._slots[0] = MlaSlot(layer, choose(layer, prefill, merged), attn.workspace)
     found = made.run(attn, return_lse=True)
     names = {s.kernel.name for s in slot.plan.segments.decodes} | {
         p.new.kernel.name for p in slot.plan.segments.prefills
@@ -88,6 +96,7 @@ def test_a_whole_step_on_aiter_equals_the_oracle(heads, prefill, wide, spy):
     assert [kwargs["v"].shape[-1] for kwargs in varlen] == [wide] * 4  # F47
     assert all(kwargs["softmax_scale"] == layer.scale for kwargs in varlen)  # T45
     assert [kwargs["causal"] for kwargs in varlen] == [True, False, False, False]
+    assert merged == [{(128, True)}] * 3  # T41: what was padded is cut before it is merged
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -142,6 +151,33 @@ def test_each_query_of_a_verify_sees_its_own_keys(queries, monkeypatch):
         case = cells.Case(op=Op.MLA_DECODE, layer=layer, lens=((queries, 8), (queries, 33)), page_size=page_size)
         lse = "lse" in named[name].caps.features
         contract.check(named[name], replace(case, lse=lse))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_every_vendors_results_come_in_one_form(lse, monkeypatch):
+    """T42: into what is given, of any strides; whether the vendor returns a tensor, a tuple or nothing."""
+    latent, heads = Layer.mla(num_heads=16), Layer.gqa(num_heads=16, head_dim=192, v_head_dim=128)
+    monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla.module())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3.module())
+    kernels = (*AITER, *flash_mla.KERNELS[:1], *flash_attn.KERNELS)
+    named, shown = {kernel.name: kernel for kernel in kernels}, 0
+    for name in ("aiter.mla_decode_017", "aiter.mla_decode", "flash_mla.decode", "flash_attn_3.mla_paged", *VARLEN):
+        kernel = named[name]
+        fake.install(monkeypatch, new=not name.endswith("017"))
+        if lse and "lse" not in kernel.caps.features:
+            continue
+        decodes = kernel.caps.op is Op.MLA_DECODE
+        page_size = next(n for n in (64, 32, 16, 1) if n in kernel.caps.page_sizes) if decodes else None
+        layer, lens = latent if decodes else heads, ((1, 70), (1, 33))
+        case = cells.Case(op=kernel.caps.op, layer=layer, lens=lens, lse=lse, page_size=page_size)
+        inputs = build(kernel, case, "cpu")
+        width = layer.kv_lora_rank or layer.v_head_dim
+        out = torch.full((2, 16, width + 8), torch.nan, dtype=torch.bfloat16)[..., :width]
+        log = torch.full((2, 16), torch.nan).T if lse else None
+        assert kernel.run(inputs.q, inputs.kv, inputs.segment, layer, inputs.tensors, out, log) is None
+        assert out.isfinite().all() and (log is None or log.isfinite().all())
+        shown += 1
+    assert shown >= 4
 
 
 def test_a_kernel_that_needs_v_as_wide_as_k_is_refused_for_mla():

@@ -1,6 +1,8 @@
 """Plug-ins that raise, exit, hang or lie: each is left out and reported, and nothing else is lost."""
 
 import itertools
+import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import portable
-from portable import attention, doctor, plugins, verdicts
+from portable import attention, cli, doctor, plugins, verdicts
 from portable.platform.detect import cache_clear, describe, detect, vendors
 
 RIGHT = (Path(portable.__file__).parent / "new_vendor" / "kernels.py").read_text(encoding="utf-8")
@@ -92,6 +94,13 @@ BROKEN = {
     "unknown feature": (RIGHT.replace('"sinks"', '"sink"'), "features ['sink'] are not among"),
     "no package": (RIGHT.replace("archs=ANY", "archs=ANY, requires=('torch',)"), "its caps cannot be read: ValueError"),
     "a path": (RIGHT.replace('"acme.paged"', '"../acme"'), "KERNELS[0] is named '../acme'"),
+    "raises what cannot be read": (
+        "class E(Exception):\n    def __str__(self): 1 / 0\nraise E",
+        "E: its message cannot be",
+    ),
+    "cannot be shown": ("class W:\n    def __repr__(self): 1 / 0\nKERNELS = (W(),)", "ZeroDivisionError"),
+    "speaks to a terminal": ("raise OSError('\\x1b[2J\\x07\\u202ebye')", "OSError: \\x1b[2J\\x07\\u202ebye"),
+    "is interrupted": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "no function": (RIGHT.replace("run=paged", "run=None"), "run and prepare functions"),
 }
 
@@ -109,7 +118,16 @@ def test_a_broken_one_is_left_out_and_the_others_stay(install, caplog, source, s
     assert doctor._plugin_row(plugins.KERNELS, shown["good"])[::4] == ("yes", "loaded")
 
 
+FEATURES = "features=frozenset({"
 LIES = {
+    "softcap": (FEATURES, FEATURES + '"softcap", ', "softcap: out is wrong"),
+    "alibi": (FEATURES, FEATURES + '"alibi", ', "alibi: out is wrong"),
+    "the scale": ("* layer.scale", "/ math.sqrt(q.shape[-1])", "out is wrong"),
+    "heads": ("repeat_interleave(layer.group, 1)", "repeat(1, layer.group, 1)", "out is wrong"),
+    "both sides": ("if segment.causal if isinstance(segment.causal, bool) else segment.causal[request]:", "if True:",
+                   "keys on both sides: out is wrong"),
+    "its input": ("    assert kv.v", "    q.mul_(2)\n    assert kv.v", "it wrote into q"),
+    "its life": ("    assert kv.v", "    raise SystemExit(3)\n    assert kv.v", "SystemExit: 3"),
     "a window": ("visible &= distance <= left", "pass", "the edge of a window"),
     "sinks": ("logits = torch.cat([scores, sinks], -1)", "pass", "sinks: out is wrong"),
     "the diagonal": ("num_keys - num_queries, num_keys, dev", "0, num_queries, dev", "out is wrong"),
@@ -181,6 +199,36 @@ def test_the_variable_limits_which_are_loaded(install, monkeypatch, allowed, fou
         "a": "not allowed",
         "b": "loaded" if found else "not allowed",
     }
+
+
+def test_what_a_plug_in_prints_is_in_no_document(install, capsys):
+    """At import, in a probe and in the self-test."""
+    chatty = (
+        DEVICES + "\nprint('here'); ask = probe\ndef probe(*given):\n    print('probing')\n    return ask(*given)\n"
+    )
+    install(
+        kernels_acme=RIGHT.replace("    assert kv.v", "    print('running')\n    assert kv.v") + "print('{')\n",
+        platforms_acme=chatty,
+    )
+    capsys.readouterr()
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["usable"] for row in found["kernels"] if row["name"] == "acme.paged"] == [True]
+
+
+def test_names_are_text(install, capsys):
+    """Of markup that a browser reads, see the conformance kit's page; a terminal gets nothing to obey."""
+    install(**{"kernels_<img onerror>\x1b[31m": RIGHT})
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert r"<img onerror>\x1b[31m  extra 1.0  loaded" in shown and "\x1b" not in shown
+
+
+def test_a_name_that_no_plug_in_has_is_said(install, monkeypatch, capsys):
+    install(kernels_acme=RIGHT)
+    monkeypatch.setenv("PORTABLE_PLUGINS", "acme, amce")
+    assert cli.main(["doctor"]) == 0
+    assert re.search(r"PORTABLE_PLUGINS +no plug-in is named 'amce'\n", capsys.readouterr().out)
 
 
 VENDORS = {

@@ -303,7 +303,7 @@ def test_what_was_measured_for_a_need_comes_before_the_vendors_order(monkeypatch
     kernels = (*KERNELS, kernel("new.paged"), kernel("new.other"))
 
     def ranked(layer: Layer = LAYER, **needs: Any) -> list[str]:
-        asked = dataclasses.replace(DECODE, **needs)
+        asked = DECODE._replace(**needs)
         choice = choose(kernels=kernels, order=None, installed={"fast-lib": "1"}, layer=layer, needs=asked)
         return [choice.kernel.name, *choice.alternatives]
 
@@ -317,11 +317,9 @@ def test_what_was_measured_for_a_need_comes_before_the_vendors_order(monkeypatch
         assert ranked(**{"seq_len": 1024, **beyond}) == usual  # type: ignore[arg-type]
     unable = dataclasses.replace(LAYER, qk_head_dim=40, v_head_dim=40)
     assert ranked(unable, seq_len=1024)[0] == "new.other"  # the fastest cannot
-    forced = choose("new", kernels=kernels, order=None, needs=dataclasses.replace(DECODE, seq_len=1024))
+    forced = choose("new", kernels=kernels, order=None, needs=DECODE._replace(seq_len=1024))
     assert forced.kernel.name == "new.other"  # what is forced, in the measured order
-    given = choose(
-        kernels=kernels, order=ORDER, installed={"fast-lib": "1"}, needs=dataclasses.replace(DECODE, seq_len=1024)
-    )
+    given = choose(kernels=kernels, order=ORDER, installed={"fast-lib": "1"}, needs=DECODE._replace(seq_len=1024))
     assert given.kernel is FAST  # an order that is given is the order
 
 

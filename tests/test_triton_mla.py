@@ -121,7 +121,7 @@ def test_where_it_is_offered():
         layer, sm90 = Layer.mla(num_heads=128), portable.describe("sm90")
         assert hopper.why_not(sm90, layer, needs) == ()
         assert "kv_dtype" in hopper.why_not(sm90, replace(layer, kv_dtype=torch.float8_e4m3fn), needs)[0]
-        for other in (replace(needs, page_size=8), replace(needs, query_len=16)):
+        for other in (needs._replace(page_size=8), needs._replace(query_len=16)):
             assert hopper.why_not(sm90, layer, other)
         assert hopper.why_not(portable.describe("gfx942"), layer, needs)
 
@@ -227,6 +227,7 @@ def test_a_view_of_pages_is_a_matrix_of_rows():
     assert mla_decode_hopper.rows_of(whole[:0, 0]) is None
 
 
+@pytest.mark.device  # or no lane of CI would run it
 @pytest.mark.skipif(not SM90, reason="there is no sm90")
 @pytest.mark.parametrize("kernel", [*mla_decode_hopper.KERNELS, KERNEL], ids=lambda kernel: kernel.name)
 def test_contract(kernel):

@@ -213,6 +213,7 @@ def test_the_contract_asks_for_queries_that_it_takes(kernel):
 SM90 = torch.cuda.is_available() and portable.detect("cuda").arch == "sm90"
 
 
+@pytest.mark.device  # or no lane of CI would run it
 @pytest.mark.skipif(not SM90, reason="there is no sm90")
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("op", [Op.PREFILL, Op.PAGED])

@@ -49,7 +49,7 @@ def with_layer(asked: Asked, **changes: Any) -> Asked:
 
 
 def with_needs(asked: Asked, **changes: Any) -> Asked:
-    return asked[0], asked[1], replace(asked[2], **changes)
+    return asked[0], asked[1], asked[2]._replace(**changes)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

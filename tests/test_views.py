@@ -1,17 +1,29 @@
-"""Views of caches are made once, never outlive the cache, and are those of the memory that it has now."""
+"""Views that are kept never hold memory, and are those of the memory that a tensor has now."""
 
 from __future__ import annotations
 
 import gc
+import math
+from itertools import compress, product
 from weakref import ref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from portable.backends.reach import Reach
-from portable.backends.views import Views, latent, latent_parts, slot_indices, slots
+from portable.backends.views import (
+    Aliases,
+    Views,
+    grouped_lse,
+    latent,
+    latent_parts,
+    slot_indices,
+    slots,
+    turned_lse,
+)
 from portable.kernel import KV
 from portable.layer import UnsupportedError
 
@@ -127,3 +139,100 @@ def test_what_is_out_of_reach_is_refused_at_every_call():
     small.set_(torch.zeros(4, 4, 6))
     with pytest.raises(UnsupportedError, match="the cache has 4 pages"):
         views(KV(small, None))
+
+
+# Aliases: views of what a call is given, kept by address.
+
+
+def at(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Another tensor object on the same bytes."""
+    count = math.prod(shape) * dtype.itemsize
+    return memory[offset : offset + count].view(dtype).view(shape)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 64]),
+            st.sampled_from([(2, 2, 6), (4, 1, 6), (4, 6), (1, 6, 2), (2, 4, 6)]),
+            st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+            st.booleans(),
+        ),
+        max_size=24,
+    )
+)
+def test_an_alias_is_what_a_view_would_be_for_whatever_lies_at_an_address(calls):
+    """Tensors come and go at two addresses, in other shapes, types and strides, with other numbers each time."""
+    memory, kept = torch.zeros(512, dtype=torch.uint8), Aliases(lambda rows: rows.unsqueeze(1))
+    for turn, (offset, shape, dtype, strided) in enumerate(calls):
+        tensor = at(memory, offset, shape, dtype)
+        tensor = tensor.mT if strided else tensor
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + turn)
+        got, want = kept(tensor), tensor.unsqueeze(1)
+        assert got.dtype == want.dtype and got.data_ptr() == want.data_ptr()
+        assert got.shape == want.shape and torch.equal(got, want)
+        matter = [n > 1 for n in got.shape]
+        assert [*compress(got.stride(), matter)] == [*compress(want.stride(), matter)]
+        got.fill_(turn)
+        assert (tensor == turn).all()
+
+
+def test_an_alias_is_kept_for_what_is_met_again_and_given_to_any_tensor_there():
+    made, memory = [], torch.zeros(96, dtype=torch.uint8)
+    kept = Aliases(lambda rows: made.append(rows) or rows.unsqueeze(1))
+    seen = [kept(at(memory, 0, (2, 3, 4), torch.float32)) for _ in range(5)]
+    assert len(made) == 2 and seen[1] is seen[2] is seen[3] is seen[4]
+    kept(at(memory, 0, (4, 3, 2), torch.float32))
+    assert len(made) == 3
+    for _ in range(3):
+        assert kept(torch.zeros(2, 3, 4).mT).shape == (2, 1, 4, 3)  # strided, so never kept
+    assert len(made) == 6
+
+
+def test_strides_of_a_dimension_of_one_are_not_kept():
+    memory, kept = torch.zeros(24), Aliases(lambda rows: rows)
+    odd = memory.as_strided((1, 4, 6), (7, 6, 1))
+    for _ in range(2):
+        assert kept(odd).stride()[1:] == (6, 1)
+    assert kept(memory.view(1, 4, 6)).stride() == (24, 6, 1)
+
+
+def test_an_alias_holds_no_memory():
+    kept = Aliases(lambda rows: rows.unsqueeze(1))
+    tensor = torch.zeros(2, 3, 4)
+    found = [kept(tensor) for _ in range(3)]
+    assert found[1] is found[2]
+    storage = StorageWeakRef(tensor.untyped_storage())
+    del tensor, found[0]
+    gc.collect()
+    assert storage.expired()
+
+
+def test_the_number_of_aliases_is_bounded(monkeypatch):
+    monkeypatch.setattr(Aliases, "MOST", 3)
+    kept, rows = Aliases(lambda rows: rows.unsqueeze(1)), torch.zeros(8, 4)
+    for _ in range(3):
+        for row in rows:
+            kept(row)
+            assert len(kept._kept) <= 3
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_an_alias_of_one_mode_is_written_in_every_other(first):
+    kept, lse = Aliases(lambda rows: rows.mT), torch.zeros(3, 4)
+    with first():
+        kept(lse), kept(lse)
+    for turn, mode in enumerate((torch.inference_mode, torch.no_grad, torch.enable_grad)):
+        with mode():
+            kept(lse).copy_(torch.full((4, 3), 1.0 + turn))
+        assert (lse == 1.0 + turn).all() and not kept(lse).requires_grad
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_an_lse_is_seen_by_request_or_by_token(requests, queries, heads, strided):
+    lse = torch.arange(1.0 * heads * requests * queries).view(heads, requests * queries)
+    lse = lse.T.contiguous().T if strided else lse
+    by_request = grouped_lse(lse, (requests, queries))
+    for b, h, s in product(range(requests), range(heads), range(queries)):
+        assert by_request[b, h, s] == lse[h, b * queries + s]
+    assert torch.equal(turned_lse(lse, ()), lse.T) and by_request.data_ptr() == lse.data_ptr()

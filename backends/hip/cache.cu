@@ -28,16 +28,16 @@ DEVICE i64 step(const Digits& at, const Sizes& s, int column, int i) {  // from 
     return low / s.packed_column * at.column + (low % s.packed_column - column % s.packed_column) * at.column_low;
 }
 
-// A row is read before its slot is known, so that the two waits are one.
+// A row is read before it is known whether its slot is one, so that the two waits are one.
 DEVICE void write_rows(const ROW* rows, STORED* pages, const void* slots, bool wide, const float* scale,
                        int scale_step, int tokens, const Items& items, const Rows& from, const Digits& to,
                        const Sizes& s, Divide page_size, i64 capacity) {
     Item item;
     if (!items.find(&item, tokens)) return;
+    const i64 slot = wide ? ((const i64*)slots)[item.token] : ((const int*)slots)[item.token];
     const int count = min(COUNT, s.width - item.column);
     const ROW* source = rows + item.token * from.token + item.head * from.head + item.column;
     const auto in = read<ROW, COUNT>(source, count == COUNT && aligned<COUNT>(source), count, next);
-    const i64 slot = wide ? ((const i64*)slots)[item.token] : ((const int*)slots)[item.token];
     const float divisor = sizeof(STORED) == 1 && scale ? scale[item.head * scale_step] : 1.0f;
     if (slot < 0 || slot >= capacity) return;
     const i64 page = capacity >> 31 ? slot / page_size.divisor : page_size.of((int)slot);

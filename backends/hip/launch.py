@@ -20,7 +20,7 @@ from portable.ragged import cdiv
 
 THREADS = 256  # of a block: four waves of 64 lanes, eight of half as many
 REMEMBERED = 4096  # prepared launches of a thread: with one more it starts afresh
-CONFIG = "7I4xP24x"  # grid, block, shared memory, stream, no attributes: `runtime.Driver.launch`; what follows is at 64
+CONFIG = "I28sP24x"  # blocks; the rest of grid and block; stream; no attributes: `runtime.Driver`. 64 bytes in all
 
 # launch(x, *values): x blocks, or rows of blocks; addresses of tensors, then numbers
 Launch = Callable[..., None]
@@ -54,7 +54,8 @@ class Function:
     Args:
         file: "cache" for cache.cu.
         name: of the kernel.
-        changing: the arguments that each launch brings, as `struct` writes them: "8Pi" is 8 tensors, then an int.
+        changing: the arguments that each launch brings, as `struct` writes them: "8Pi" is 8 tensors, then an int;
+            "16s" is 16 bytes of some that are packed already.
         fixed: those that follow, and stay the same for a prepared launch; a struct in C++ is its members.
         defines: the types and sizes that the source leaves open. Each set of them is compiled on its own, when it is
             first used: all that a source can be compiled to takes seconds, one of them a tenth of a second.
@@ -65,7 +66,7 @@ class Function:
         self.defines = tuple(f"{key}={value}" for key, value in defines.items())
         self.layout = struct.Struct(f"@{changing}{fixed}")
         self._each_time = struct.Struct(f"@{CONFIG}{changing}")
-        self._changing = len(struct.unpack(f"@{changing}", bytes(struct.calcsize(f"@{changing}"))))
+        self._nothing = struct.unpack(f"@{changing}", bytes(struct.calcsize(f"@{changing}")))
         self._functions: dict[int, tuple[runtime.Driver, ctypes.c_void_p]] = {}  # by device
 
     def prepare(
@@ -92,28 +93,21 @@ class Function:
         driver, function = self._functions.get(device) or self.load(device)
         start = struct.calcsize(f"@{CONFIG}")
         data = ctypes.create_string_buffer(start + self.layout.size)
-        self.layout.pack_into(data, start, *[0] * self._changing, *fixed)
+        self.layout.pack_into(data, start, *self._nothing, *fixed)
         size = ctypes.c_size_t(self.layout.size)
         address = ctypes.addressof(data)
         extra = (ctypes.c_void_p * 5)(
             runtime.BUFFER_POINTER, address + start, runtime.BUFFER_SIZE, ctypes.addressof(size), driver.names.end
         )
-        # what ctypes need not convert anew; the closure keeps `size`, to which only `extra` points
-        pack, call, where = self._each_time.pack_into, driver.launch, ctypes.byref(data)
-        what, arguments, kept = ctypes.c_void_p.from_param(function.value), ctypes.byref(extra), (extra, size)
-        alone = torch.cuda.device_count() == 1
+        alone, rest = torch.cuda.device_count() == 1, struct.pack("@6I4x", y, z, threads, 1, 1, 0)
 
-        def launch(x: int, *values: int) -> None:
-            if alone or current_device() == device:
-                pack(data, 0, x, y, z, threads, 1, 1, 0, raw_stream(device), *values)
-                status = call(where, what, None, arguments)
-                if status and kept:
-                    driver.check(status, f"launch of {self.name}")
-            else:
-                with torch.cuda.device(device):
-                    launch(x, *values)
+        def fail(status: int, kept: Any = (extra, size)) -> None:  # `extra` points to both
+            driver.check(status, f"launch of {self.name}")
 
-        return launch
+        # what ctypes need not convert anew
+        what = ctypes.c_void_p.from_param(function.value)
+        call = driver.launch, ctypes.byref(data), what, ctypes.byref(extra)
+        return _maker(len(self._nothing))(self._each_time.pack_into, data, rest, *call, device, alone, fail)
 
     def load(self, device: int) -> tuple[runtime.Driver, ctypes.c_void_p]:
         """Compile where it was not, and load; a module cannot be loaded during a capture."""
@@ -140,10 +134,11 @@ class Function:
 
         arch, count = emulated_arch(), len(tensors)
 
-        def launch(x: int, *values: int) -> None:
-            assert list(values[:count]) == addresses(*tensors), "a GPU would get other tensors"
+        def launch(x: int, *values: int | bytes) -> None:
             kernel = _emulated(self.file, self.defines, arch)[self.name]
             data = self.layout.pack(*values, *fixed)
+            given = list(struct.unpack_from(f"@{count}P", data))
+            assert given == addresses(*tensors), "a GPU would get other tensors"
             arguments: list[Any] = list(tensors)
             for _, kind, offset, size in kernel.signature.parameters[count:]:
                 part = data[offset : offset + size]
@@ -152,6 +147,29 @@ class Function:
                 kernel((x, y, z), threads, *arguments)
 
         return launch
+
+
+LAUNCH = """
+def make(pack, data, rest, call, where, what, arguments, device, alone, fail):
+    def launch(x, {values}):
+        if alone or current_device() == device:
+            pack(data, 0, x, rest, raw_stream(device), {values})
+            status = call(where, what, None, arguments)
+            if status:
+                fail(status)
+        else:
+            with torch.cuda.device(device):
+                launch(x, {values})
+    return launch
+"""
+
+
+@cache
+def _maker(count: int) -> Callable[..., Launch]:
+    """Makes launches that bring so many values; `*values` instead would take 0.1 us more."""
+    made: dict[str, Any] = {}
+    exec(LAUNCH.format(values=", ".join(f"v{n}" for n in range(count))), globals(), made)
+    return made["make"]  # type: ignore[no-any-return]
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:

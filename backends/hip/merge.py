@@ -40,10 +40,13 @@ def merge(
         merge((some, *outs[MOST_PARTS:]), (log, *lses[MOST_PARTS:]), sinks, out, lse)
         return
     # where all is dense, the shape says it, in a third of the time that strides take
-    dense = out.is_contiguous() and (lse is None or lse.is_contiguous())
-    for each in (*outs, *lses):
-        dense = dense and each.is_contiguous()
     key: tuple[Any, ...] = count, lse is None, out.get_device(), out.dtype, out.shape
+    dense = out.is_contiguous() and (lse is None or lse.is_contiguous())
+    if count == 2:  # by name: loops take 0.3 us
+        (a, b), (c, d) = outs, lses
+        dense = dense and a.is_contiguous() and b.is_contiguous() and c.is_contiguous() and d.is_contiguous()
+    else:
+        dense = dense and all([each.is_contiguous() for each in (*outs, *lses)])
     if not dense:
         given = (*outs, *lses, out) if lse is None else (*outs, *lses, out, lse)
         key += tuple([each.stride() for each in given])
@@ -58,7 +61,6 @@ def merge(
     sinks_at = 0 if sinks is None else sinks.data_ptr()
     lse_at = 0 if lse is None else lse.data_ptr()
     if count == 2:
-        (a, b), (c, d) = outs, lses
         launch(blocks, a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), sinks_at, out.data_ptr(), lse_at)
     else:
         none = [0] * ((2 if count == 1 else MOST_PARTS) - count)

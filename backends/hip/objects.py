@@ -9,12 +9,12 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("portable")
 WAIT = 600.0  # seconds for another process that builds the same object
+SILENT = 60.0  # seconds of waiting of which nothing is said
 DIGEST = 32  # bytes of sha256 in front of an object
 
 
@@ -35,20 +35,30 @@ class Store:
             TimeoutError: another process holds the key's lock for longer than `wait` seconds.
         """
         file = self.folder / key
-        if reason := self._why_not():
-            log.warning("compiled kernels are not kept in %s: %s", self.folder, reason)
-            return make()
+        if (reason := self._why_not()) is not None:
+            return self._unkept(reason, make)
         if (found := _read(file)) is not None:
             return found
         try:
-            with self._locked(key):
-                if (found := _read(file)) is None:  # another process may have made it meanwhile
-                    found = make()
+            lock = self._lock(key)
+        except TimeoutError:
+            raise
+        except OSError as error:  # a folder or a file system that can only be read
+            return self._unkept(str(error), make)
+        try:
+            if (found := _read(file)) is None:  # another process may have made it meanwhile
+                found = make()
+                try:
                     _write(file, found)
-                return found
-        except (PermissionError, IsADirectoryError) as error:
-            log.warning("compiled kernels are not kept in %s: %s", self.folder, error)
-            return make()
+                except OSError as error:  # a full disk
+                    log.warning("a compiled kernel is not kept in %s: %s", self.folder, error)
+            return found
+        finally:
+            os.close(lock)
+
+    def _unkept(self, reason: str, make: Callable[[], bytes]) -> bytes:
+        log.warning("compiled kernels are not kept in %s: %s", self.folder, reason)
+        return make()
 
     def _why_not(self) -> str | None:
         try:
@@ -62,32 +72,34 @@ class Store:
             return f"others can write to it (mode {stat.S_IMODE(facts.st_mode):o}); 700 is right"
         return None
 
-    @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
+    def _lock(self, key: str) -> int:
         """An operating system's lock, which dies with its owner: a file that a killed process left locks nothing."""
         path = self.folder / f"{key}.lock"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            end, told = time.monotonic() + self.wait, False
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        raise TimeoutError(
-                            f"another process has held {path} for {self.wait:g} s while it builds {key}"
-                        ) from None
-                    if not told and time.monotonic() > end - self.wait + 60:
-                        log.warning("waiting for another process that builds %s (lock %s)", key, path)
-                        told = True
-                    time.sleep(0.05)
-                except OSError as error:  # a file system without locks: two processes may build the same
-                    log.warning("no lock on %s: %s", path, error)
-                    break
-            yield
-        finally:
+            begun, told = time.monotonic(), False
+            while not _locked(descriptor, path):
+                waited = time.monotonic() - begun
+                if waited > self.wait:
+                    raise TimeoutError(f"another process has held {path} for {self.wait:g} s while it builds {key}")
+                if waited > SILENT and not told:
+                    log.warning("waiting for another process that builds %s (lock %s)", key, path)
+                    told = True
+                time.sleep(0.05)
+        except BaseException:
             os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _locked(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: two processes may build the same
+        log.warning("no lock on %s: %s", path, error)
+    return True
 
 
 def _read(file: Path) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,10 +20,13 @@ from portable.ragged import cdiv
 from portable.sets import ANY_SIZE, Sizes, multiple_of
 
 DIVIDE = "iIi"
+STEP = struct.Struct(f"@8Pqi{DIVIDE * 3}")  # what the layers of a step share: table to splits of the kernel's arguments
 LOG2E = 1.4426950408889634
 OPEN = 2**31 - 1  # of a side of the window
 INVARIANT = 512  # keys of a part where results must not depend on the batch
 LEAST = 64  # keys of a part: on an H100, 1,024 keys of one request took 10.8 us in parts of 32 and 9.2 in parts of 64
+MOST_PARTS = 256  # of a row: their weights wait in shared memory
+MATRIX = frozenset({"gfx942", "gfx950"})  # of AMD's; gfx90a takes subnormal numbers for 0
 OVERHEAD = 64  # keys that a block could read while it starts and ends
 
 
@@ -30,7 +34,7 @@ OVERHEAD = 64  # keys that a block could read while it starts and ends
 class Cut:
     """How the work of a block is laid out; see the source."""
 
-    lanes: int
+    lanes: int  # that share keys
     loads: int  # vectors of a lane
     vec: int  # elements of a vector
     rows: int
@@ -38,10 +42,11 @@ class Cut:
     threads: int
     blocks: int  # that run on a compute unit at once
     shared: int  # 1: queries wait in shared memory
+    matrix: int = 0  # 1: on matrix units, of whose operands four lanes have a line
 
     @property
     def width(self) -> int:
-        return self.lanes * self.loads * self.vec
+        return (4 if self.matrix else self.lanes) * self.loads * self.vec
 
     @property
     def step(self) -> int:
@@ -66,39 +71,53 @@ class Prepared:
     """How the keys of a step are split, and where partial results go."""
 
     cut: Cut
-    rows: int  # of the cut
-    pairs: int  # of a KV head of a request and some of its rows
-    row_blocks: int
+    row_blocks: int  # of a KV head of a request
     scaled: bool
     chunk: int  # least keys of a part
     splits: int  # most parts
+    blocks: int  # of the launch
+    kind: tuple[int | bool, ...]  # what a prepared launch depends on
+    table: ReferenceType[torch.Tensor]
+    step: bytes  # of `STEP`, for this table
     numbers: tuple[int, ...]  # pairs, chunk and splits, as divisors
     parts: torch.Tensor | None  # [pairs, splits, rows, width] f32
     tops: torch.Tensor | None  # [pairs, splits, rows] f32: about the highest score, in units of log2
     totals: torch.Tensor | None  # the same: sums of weights
     arrived: torch.Tensor | None  # [pairs] i32: parts that are done
 
+    @property
+    def shared(self) -> tuple[torch.Tensor | None, ...]:
+        return self.parts, self.tops, self.totals, self.arrived
 
-def cut_of(layer: Layer, queries: int, vendor: str) -> Cut:
+
+def cut_of(layer: Layer, queries: int, arch: str) -> Cut:
     """For requests of up to so many query tokens."""
     most = layer.group * (1 if layer.batch_invariant else queries)
     widths = layer.qk_head_dim, layer.v_head_dim
     wide = layer.kv_dtype.itemsize == 1 and not any(width % 16 for width in widths)
-    return cut_for(max(widths), most, vendor, wide)
+    return cut_for(max(widths), most, arch, wide, layer.kv_dtype.itemsize == 1)
 
 
-def cut_for(width: int, most: int, vendor: str, wide: bool = False) -> Cut:
+def cut_for(width: int, most: int, arch: str, wide: bool = False, fp8: bool = False) -> Cut:
     """For rows of up to so many elements, and so many of them that share a key; wide: 16 bytes are 16 elements.
 
-    On an H100, us for 8 requests of 8,192 keys of 128: of 4 rows 103 with 8 elements a lane and 2 keys in flight; of 8
-    rows 127 with 16 and 4, and 129 in one block of 8 rows. Four keys of 16 elements take more registers than a gfx950
-    has for vectors (48 to 116 were spilled), so AMD has two.
+    On an H100, us for 8 requests of 8,192 keys of 128: of 4 rows 97 on matrix units and 103 without, of 8 rows 98 and
+    127, of 1 row 98 and 96. For one such request of 8 rows, 19 in blocks of 256 threads and 22 in blocks of 128; of 4
+    rows 19 in both, and at 1,024 keys 8.6 and 8.0. Without matrix units, four keys of 16 elements take more registers
+    than a gfx950 has for vectors (48 to 116 were spilled), so AMD has two.
     """
-    rows = 1 if most == 1 else 2 if most == 2 else 4
+    amd = arch.startswith("gfx")
     width = 64 if width <= 64 else 128 if width <= 128 else 256
-    if wide and vendor == "amd":
+    units = (not amd or arch in MATRIX) and width <= 128 and (not fp8 or (wide and width > 64))
+    if units and most > 2:
+        vec, rows = 16 if fp8 else 8, 8 if most <= 8 else 16
+        lanes, threads = (64, 256) if amd else (32, 128 if most <= 4 else 256)
+        blocks = 1 if (threads, lanes, width) == (256, 32, 128) else 2
+        return Cut(lanes, width // 4 // vec, vec, rows, 16, threads, blocks, 0, 1)
+    rows = 1 if most == 1 else 2 if most == 2 else 4
+    if wide and amd:
         return Cut(width // 16, 1, 16, rows, 2, 128, 3, 1)
-    if wide or (most >= 8 and vendor != "amd"):
+    if wide or (most >= 8 and not amd):
         vec = 16 if wide else 8
         return Cut(width // 16, 16 // vec, vec, rows, 4, 128, 2, 1)
     return Cut(width // 8, 1, 8, rows, 4 if rows == 1 else 2, 256, 2, 0)
@@ -107,7 +126,7 @@ def cut_for(width: int, most: int, vendor: str, wide: bool = False) -> Cut:
 def prepare(segment: Segment, layer: Layer) -> Prepared:
     """Parts of as many keys as make the blocks that run at once end together: no length on the device is read."""
     target = target_of(segment.seq_lens)
-    cut = cut_of(layer, segment.max_query_len, target.vendor)
+    cut = cut_of(layer, segment.max_query_len, target.arch)
     row_blocks = cdiv(layer.group * segment.max_query_len, cut.rows)
     pairs = len(segment.seq_lens) * layer.num_kv_heads * row_blocks
     longest = segment.max_seq_len
@@ -123,15 +142,32 @@ def prepare(segment: Segment, layer: Layer) -> Prepared:
     else:
         chunk = _chunk(segment.host_seq_lens.clip(max=longest), pairs, places, cut.step)
         splits = cdiv(longest, chunk)
-    splits = max(1, splits)
+    splits = max(1, min(splits, MOST_PARTS))  # the device makes them longer
     parts = tops = totals = arrived = None
     if splits > 1:
         parts = segment.seq_lens.new_empty((pairs, splits, cut.rows, cut.width), dtype=torch.float32)
         tops, totals = (parts.new_empty(parts.shape[:3]) for _ in range(2))
         arrived = segment.seq_lens.new_zeros(pairs)
-    scaled = layer.kv_dtype.itemsize == 1
+    causal, table = segment.causal, segment.block_table
+    assert table is not None
+    kind = cut.rows, row_blocks, causal is True
+    shared = parts, tops, totals, arrived
     numbers = *divide(max(1, pairs)), *divide(chunk), *divide(splits)
-    return Prepared(cut, cut.rows, pairs, row_blocks, scaled, chunk, splits, numbers, parts, tops, totals, arrived)
+    step = _step_of(segment, shared, numbers)
+    scaled = layer.kv_dtype.itemsize == 1
+    return Prepared(cut, row_blocks, scaled, chunk, splits, pairs * splits, kind, ref(table), step, numbers, *shared)
+
+
+def _of_step(segment: Segment, shared: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a step's layers share, in the kernel's order."""
+    causal = segment.causal if isinstance(segment.causal, torch.Tensor) else None
+    return segment.block_table, segment.cu_seqlens_q, segment.seq_lens, causal, *shared
+
+
+def _step_of(segment: Segment, shared: tuple[torch.Tensor | None, ...], numbers: tuple[int, ...]) -> bytes:
+    table = segment.block_table
+    assert table is not None
+    return STEP.pack(*addresses(*_of_step(segment, shared)), table.stride(0), table.shape[1], *numbers)
 
 
 def _chunk(lens: npt.NDArray[np.int32], pairs: int, places: int, step: int) -> int:
@@ -163,7 +199,7 @@ def defines(
 @cache
 def _function(dtype: torch.dtype, kv_dtype: torch.dtype, cut: Cut, vector: bool, full: bool) -> Function:
     names = defines(dtype, kv_dtype, cut, vector, full)
-    return Function("paged_decode", "attend", f"16Pqi{DIVIDE * 3}", f"6q2Iq2Iq2i{DIVIDE * 4}2i2f2i", **names)
+    return Function("paged_decode", "attend", f"8P{STEP.size}s", f"6q2Iq2Iq2i{DIVIDE * 4}2i2f2i", **names)
 
 
 def attend(
@@ -177,43 +213,30 @@ def attend(
 ) -> None:
     """One layer of a step that was prepared; see `portable.kernel` for the arguments."""
     made: Prepared = segment.prepared
-    k, v, table = kv.k, kv.v, segment.block_table
-    assert v is not None and table is not None
+    k, v = kv
+    assert v is not None
     if not q.shape[0]:
         return
-    logs = None if lse is None else lse.stride()
-    where = q.stride(), out.stride(), logs
-    key: tuple[Any, ...] = (id(layer), id(k), made.rows, made.row_blocks, segment.causal is True, *where)
+    key: tuple[Any, ...] = id(layer), id(k), made.kind, q.stride(), out.stride(), None if lse is None else lse.stride()
+    k_scale_at = v_scale_at = 0
     if made.scaled:
-        key += tuple([None if scale is None else scale.shape for scale in tensors[2:4]])
+        k_scale, v_scale = tensors.k_scale, tensors.v_scale
+        if k_scale is not None:
+            k_scale_at, key = k_scale.data_ptr(), (*key, k_scale.shape)
+        if v_scale is not None:
+            v_scale_at, key = v_scale.data_ptr(), (*key, v_scale.shape, None)
     known = _launches.known.get(key)
     if known is None or known.k() is not k or known.v() is not v:
         known = _launch(q, kv, segment, layer, tensors, out, lse)
         if q.is_cuda:
             _launches.keep(key, known)
+    same = made.table() is segment.block_table
     known.launch(
-        made.pairs * made.splits,
-        *addresses(*_given(q, kv, segment, layer, tensors, out, lse)),
-        table.stride(0), table.shape[1], *made.numbers,
-    )  # fmt: skip
-
-
-def _given(
-    q: torch.Tensor,
-    kv: KV,
-    segment: Segment,
-    layer: Layer,
-    tensors: LayerTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """What the kernel takes, in its order."""
-    made: Prepared = segment.prepared
-    return (
-        q, kv.k, kv.v, segment.block_table, segment.cu_seqlens_q, segment.seq_lens,
-        segment.causal if isinstance(segment.causal, torch.Tensor) else None,
-        tensors.k_scale if made.scaled else None, tensors.v_scale if made.scaled else None,
-        tensors.sinks if layer.sinks else None, out, lse, made.parts, made.tops, made.totals, made.arrived,
+        made.blocks,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_scale_at, v_scale_at,
+        tensors.sinks.data_ptr() if layer.sinks and tensors.sinks is not None else 0,
+        out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        made.step if same else _step_of(segment, made.shared, made.numbers),
     )  # fmt: skip
 
 
@@ -237,8 +260,9 @@ def _launch(
     left, right = layer.window
     k_page, k_offset, k_head = k.stride()[:3]
     v_page, v_offset, v_head = v.stride()[:3]
-    given = _given(q, kv, segment, layer, tensors, out, lse)
-    k_scale, v_scale = given[7:9]
+    k_scale, v_scale = (tensors.k_scale, tensors.v_scale) if made.scaled else (None, None)
+    sinks = tensors.sinks if layer.sinks else None
+    given = q, k, v, k_scale, v_scale, sinks, out, lse, *_of_step(segment, made.shared)
     fixed = (
         *q.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
         k_page, k_offset, k_head, v_page, v_offset, v_head,

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from portable.backends.hip.archs import on_gpus
-from portable.backends.hip.launch import THREADS, Function, addresses, divide
+from portable.backends.hip.launch import THREADS, Function, Launch, Launches, addresses, divide
 from portable.kernel import Kernel, Op
 from portable.ragged import cdiv
 from portable.sets import ANY_SIZE
 
+NO_PAIR = (None, None)
+_collects: Launches[Launch] = Launches()  # by device: all that it takes comes with each launch
+
 
 @cache
 def _function(name: str) -> Function:
-    changing, fixed = {"refresh": ("3Piq", ""), "advance": ("4Pii", "iIiq")}[name]
+    changing, fixed = {"refresh": ("3Piq", ""), "advance": ("4Pii", "iIiq"), "collect": ("12P2qiIi10i", "")}[name]
     return Function("refresh", name, changing, fixed)
 
 
@@ -44,7 +48,51 @@ def advance(
         launch(cdiv(requests, THREADS), *addresses(*given), requests, max_seq_len)
 
 
+def collect(
+    table: torch.Tensor,
+    rows: torch.Tensor | None,
+    first: torch.Tensor | None,
+    cells: torch.Tensor,
+    pad: int,
+    accepted: torch.Tensor | None = None,
+    most: int = 1,
+    kept: torch.Tensor | None = None,
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> None:
+    """What an engine's tensors hold, into persistent ones; see `portable.kernel`."""
+    count, steps = cells.numel(), 0 if accepted is None else len(accepted)
+    each = {source.element_size(): (source, target) for source, target in copies}
+    pairs = [each.get(size, NO_PAIR) for size in (4, 8, 1)]
+    nums = [0 if source is None else len(source) for source, _ in pairs]
+    items = max(count, steps, *nums)
+    if not items:
+        return
+    given = cells, table, rows, first, accepted, kept, *(tensor for pair in pairs for tensor in pair)
+    device = cells.get_device()
+    launch = _collects.known.get(device)
+    if launch is None:
+        launch = _function("collect").prepare(given, ())
+        if device >= 0:
+            _collects.keep(device, launch)
+    launch(
+        cdiv(items, THREADS),
+        *addresses(*given),
+        cells.stride(0),
+        table.stride(0),
+        *divide(max(1, cells.shape[1])),
+        count,
+        table.shape[1],
+        pad,
+        steps,
+        most,
+        *nums,
+        table.dtype == torch.int64,
+        accepted is not None and accepted.dtype == torch.int64,
+    )
+
+
 KERNELS = (
     Kernel(on_gpus(op=Op.REFRESH, name="hip.refresh", head_dims=ANY_SIZE), refresh),
     Kernel(on_gpus(op=Op.ADVANCE, name="hip.advance", head_dims=ANY_SIZE), advance),
+    Kernel(on_gpus(op=Op.COLLECT, name="hip.collect", head_dims=ANY_SIZE), collect),
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from functools import cache
 from pathlib import Path
 
 from portable.backends.hip import runtime
 from portable.backends.hip.objects import Store
 from portable.cache_dir import cache_dir
 
+log = logging.getLogger("portable")
 FOLDER = Path(__file__).parent
 HIPIFIED = FOLDER / "amd"  # what ci/hipify.py made of the sources
 OBJECTS = FOLDER / "objects"  # what ci/build_objects.py compiled for a wheel
@@ -22,12 +25,24 @@ def code(file: str, defines: tuple[str, ...], vendor: str, arch: str) -> bytes:
     """
     if (ready := OBJECTS / arch / name_of(file, defines, vendor)).is_file():
         return ready.read_bytes()
+    if vendor == "amd":
+        _unverified(file, arch)
     path, headers = sources(file, vendor)
     compiler, name = runtime.compiler_of(vendor), runtime.arch_of(vendor, arch)
     key = digest("\0".join((name_of(file, defines, vendor), name, compiler.version, *compiler.names.options)))
     store = Store(cache_dir() / "objects")
     return store.get(
         f"{file}-{arch}-{key}", lambda: compiler.compile(path.name, path.read_text(), headers, name, defines)
+    )
+
+
+@cache
+def _unverified(file: str, arch: str) -> None:
+    log.warning(
+        "no object of %s for %s, as wanted here, came with this installation: hipRTC compiles it, which is unverified: "
+        "nobody has run that on such a device yet",
+        file,
+        arch,
     )
 
 
@@ -38,10 +53,9 @@ def name_of(file: str, defines: tuple[str, ...], vendor: str) -> str:
 
 
 def sources(file: str, vendor: str) -> tuple[Path, dict[str, str]]:
-    """A source as the vendor's compiler takes it, and the header that it includes."""
+    """A source as the vendor's compiler takes it, and the headers that it may include."""
     path = HIPIFIED / f"{file}.hip" if vendor == "amd" else FOLDER / f"{file}.cu"
-    header = HIPIFIED / "shim_hip.h" if vendor == "amd" else FOLDER / "shim.h"
-    return path, {header.name: header.read_text()}
+    return path, {header.name: header.read_text() for header in sorted(path.parent.glob("*.h"))}
 
 
 def digest(text: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from portable.backends.emulation import emulated_arch, emulating, reachable
 from portable.backends.triton.fast import Kernel
-from portable.platform import emulated
 from portable.platform.detect import detect
 from portable.platform.target import Target
 
@@ -41,7 +41,7 @@ def target_of(tensor: torch.Tensor) -> Target:
         return _recording.target
     index = tensor.get_device()
     if index < 0:
-        return _target(f"emulated:{_arch()}")
+        return _target(f"emulated:{emulated_arch()}")
     if index not in _targets:
         _targets[index] = detect(f"cuda:{index}")
     return _targets[index]
@@ -136,13 +136,9 @@ def reached(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     Args:
         tensors: of one device.
     """
-    found = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    emulation = _emulation() if found and _recording is None else None
-    if emulation is not None:
-        emulation.reachable += found
-    yield
-    if emulation is not None:
-        del emulation.reachable[len(emulation.reachable) - len(found) :]
+    found = [tensor for tensor in tensors if tensor.device.type == "cpu"] if _recording is None else []
+    with reachable(found) if found else nullcontext():
+        yield
 
 
 def warmup(calls: Iterable[Call], device: torch.device) -> int:
@@ -161,32 +157,7 @@ def _type(value: Any) -> Any:
 
 def _on(device: int) -> AbstractContextManager[Any]:
     """Makes a GPU the current device; -1, for CPU tensors, an emulated one."""
-    if device >= 0:
-        return torch.cuda.device(device)
-    return nullcontext() if _emulation() is not None else emulated.activate(_arch())
-
-
-def _emulation() -> Any:
-    """The emulated device that is active, or None."""
-    from portable.platform.emulated import driver
-
-    try:
-        return driver.current()
-    except RuntimeError:
-        return None
-
-
-def _arch() -> str:
-    """The emulated device's: the active one's, or what the environment names."""
-    if (emulation := _emulation()) is not None:
-        return str(emulation.arch)
-    name = os.environ.get("PORTABLE_DEVICE", "")
-    if not name.startswith("emulated:"):
-        raise ValueError(
-            "the tensors are on the CPU and no emulated device is active; Triton needs a GPU, or "
-            "PORTABLE_DEVICE=emulated:gfx942"
-        )
-    return name.removeprefix("emulated:")
+    return torch.cuda.device(device) if device >= 0 else emulating()
 
 
 @cache

@@ -16,7 +16,7 @@ from portable.backends.triton.launch import Bound, bound, target_of
 from portable.backends.triton.mla_decode_combine import combine_mla_kernel, shape_of
 from portable.backends.triton.mla_decode_kernel import attend_mla_kernel
 from portable.backends.triton.mla_decode_tiles import Tile, padded, tile_of
-from portable.backends.triton.paged import NATIVE, PDL
+from portable.backends.triton.paged import fp8_options, launch_options
 from portable.backends.triton.paged_result import LOG2E
 from portable.backends.triton.schedule import Schedule, schedule
 from portable.kernel import KV, GraphLevel, Kernel, Op, Segment
@@ -131,16 +131,13 @@ def attend(
 def _kernels(target: Target, layer: Layer, segment: Segment, wide: bool) -> tuple[Bound, Bound]:
     """Both kernels with everything that is constant for the layers of a step."""
     made: Prepared = segment.prepared
-    tile, flavour = made.tile, FLAVOURS.get(layer.kv_dtype)
-    name, native = NATIVE.get(layer.kv_dtype, ("", None))
-    pdl = target.vendor == "nvidia" and target.matrix in PDL
+    tile = made.tile
     shape = {
         "HEADS": layer.num_heads,
         "ROWS": made.rows,
         "BLOCK_M": tile.block_m,
         "RANK": layer.kv_lora_rank,
-        "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(target),
     }
     attend_options = {
         "CAUSAL": segment.causal if isinstance(segment.causal, bool) else None,
@@ -150,8 +147,7 @@ def _kernels(target: Target, layer: Layer, segment: Segment, wide: bool) -> tupl
         "PAD_V": padded(layer.kv_lora_rank),
         "ROPE": layer.qk_rope_head_dim,
         "PAD_ROPE": padded(layer.qk_rope_head_dim),
-        "FP8": None if flavour is None else tuple(flavour),
-        "NATIVE": native if target.fp8 == name else None,
+        **fp8_options(target, layer),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **tile.options,

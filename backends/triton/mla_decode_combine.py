@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from portable.backends.triton.mla_decode_tiles import padded
-
-LN2 = tl.constexpr(0.6931471805599453)
+from portable.backends.triton.paged_result import join, natural_lse
 
 
 @triton.jit(do_not_specialize=["lse_head", "lse_token"], do_not_specialize_on_alignment=["lse"])
@@ -30,7 +29,7 @@ def combine_mla_kernel(
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    SPLITS: tl.constexpr,  # parts that are looked at together
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """COLUMNS columns of a row of a tile; a merge is: first query token, queries, tile, parts, first slot."""
@@ -52,28 +51,13 @@ def combine_mla_kernel(
         return
     columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
     place = slot.to(tl.int64) * ROWS + row
-    most = float("-inf")
-    norm = 0.0
-    total = tl.zeros([COLUMNS], tl.float32)
-    for first in tl.range(0, num_parts, SPLITS):
-        part = first + tl.arange(0, SPLITS)
-        live = part < num_parts
-        size = tl.load(parts_lse + place + part * ROWS, mask=live, other=float("-inf"))
-        at = parts + place * RANK + (part * (ROWS * RANK))[:, None] + columns[None, :]
-        each = tl.load(at, mask=live[:, None] & (columns[None, :] < RANK), other=0.0)
-        top = tl.maximum(most, tl.max(size, 0))
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        shrink = tl.math.exp2(most - shift)
-        weights = tl.math.exp2(size - shift)
-        total = total * shrink + tl.sum(each * weights[:, None], 0)
-        norm = norm * shrink + tl.sum(weights, 0)
-        most = top
-    total = tl.where(norm == 0, 0.0, total / norm)
+    none, zero = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.float32)
+    total, most, norm = join(parts, parts_lse, place, num_parts, columns, none, zero, ROWS, RANK, COLUMNS, SPLITS)
     at = out + (first_token + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head + columns
     tl.store(at, total.to(out.dtype.element_ty), mask=columns < RANK)
     if lse is not None:  # noqa: SIM102 - known when it is compiled
         if chunk == 0:
-            found = tl.where(norm == 0, float("-inf"), (most + tl.math.log2(norm)) * LN2)
+            found = natural_lse(most, norm)
             tl.store(lse + head.to(tl.int64) * lse_head + (first_token + token).to(tl.int64) * lse_token, found)
 
 

@@ -8,6 +8,7 @@ leaves a partial result, and a second kernel joins the parts of each tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -167,14 +168,24 @@ NATIVE = {torch.float8_e4m3fn: ("e4m3fn", tl.float8e4nv), torch.float8_e4m3fnuz:
 PDL = ("wgmma", "tcgen05")  # matrix instructions of the devices that have programmatic dependent launch
 
 
+def fp8_options(target: Target, layer: Layer) -> dict[str, Any]:
+    """How a kernel reads the bytes of a cache."""
+    flavour, (name, native) = FLAVOURS.get(layer.kv_dtype), NATIVE.get(layer.kv_dtype, ("", None))
+    return {"FP8": None if flavour is None else tuple(flavour), "NATIVE": native if target.fp8 == name else None}
+
+
+def launch_options(target: Target) -> dict[str, bool]:
+    """Whether a kernel begins while the one before it ends."""
+    pdl = target.vendor == "nvidia" and target.matrix in PDL
+    return {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+
+
 def _kernels(
     target: Target, layer: Layer, segment: Segment, wide: bool, pairs: bool, k_per_head: bool, v_per_head: bool
 ) -> tuple[Bound, Bound]:
     """Both kernels with everything that is constant for the layers of a step."""
     made: Prepared = segment.prepared
-    tile, flavour = made.tile, FLAVOURS.get(layer.kv_dtype)
-    name, native = NATIVE.get(layer.kv_dtype, ("", None))
-    pdl = target.vendor == "nvidia" and target.matrix in PDL
+    tile = made.tile
     shape = {
         "GROUP": layer.group,
         "KV_HEADS": layer.num_kv_heads,
@@ -182,8 +193,7 @@ def _kernels(
         "BLOCK_M": made.block_m,
         "WIDTH_V": layer.v_head_dim,
         "PAD_V": triton.next_power_of_2(layer.v_head_dim),
-        "PDL": pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch_options(target),
     }
     attend_options = {
         "XCDS": target.xcds,
@@ -197,8 +207,7 @@ def _kernels(
         "BLOCK_N": tile.block_n,
         "WIDTH_K": layer.qk_head_dim,
         "PAD_K": triton.next_power_of_2(layer.qk_head_dim),
-        "FP8": None if flavour is None else tuple(flavour),
-        "NATIVE": native if target.fp8 == name else None,
+        **fp8_options(target, layer),
         "PAIRS": pairs,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

@@ -60,6 +60,44 @@ def finish(
 
 
 @triton.jit
+def join(
+    parts,
+    parts_lse,
+    place,
+    num_parts,
+    columns,
+    most,
+    norm,
+    STEP: tl.constexpr,  # rows from one part to the next
+    WIDTH_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,  # parts that are looked at together
+):
+    """Some columns of a row, from the parts that `leave` wrote, and what its LSE is of; both begin with the sink's."""
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in tl.range(0, num_parts, SPLITS):
+        part = first + tl.arange(0, SPLITS)
+        live = part < num_parts
+        size = tl.load(parts_lse + place + part * STEP, mask=live, other=float("-inf"))
+        at = parts + place * WIDTH_V + (part * (STEP * WIDTH_V))[:, None] + columns[None, :]
+        each = tl.load(at, mask=live[:, None] & (columns[None, :] < WIDTH_V), other=0.0)
+        top = tl.maximum(most, tl.max(size, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        shrink = tl.math.exp2(most - shift)
+        weights = tl.math.exp2(size - shift)
+        total = total * shrink + tl.sum(each * weights[:, None], 0)
+        norm = norm * shrink + tl.sum(weights, 0)
+        most = top
+    return tl.where(norm == 0, 0.0, total / norm), most, norm
+
+
+@triton.jit
+def natural_lse(most, norm):
+    """The LSE of a row whose scores are in base 2; -inf where it saw no key."""
+    return tl.where(norm == 0, float("-inf"), (most + tl.math.log2(norm)) * LN2)
+
+
+@triton.jit
 def _merge(merges, index, PER_MERGE: tl.constexpr):
     """First query token, queries, tile, parts and first slot of the merge that a row belongs to."""
     at = merges + index // PER_MERGE * 8
@@ -85,7 +123,7 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     WIDTH_V: tl.constexpr,
     PAD_V: tl.constexpr,
-    SPLITS: tl.constexpr,  # parts that are looked at together
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The rows of tiles that were split, their parts joined, and the sink where there is one.
@@ -107,31 +145,16 @@ def combine_kernel(
         token, head = pair // GROUP, pair % GROUP + kv_head * GROUP
         if (num_parts > 0) & (token < num_queries):
             place = (slot.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
-            most = float("-inf")
-            norm = 0.0
+            most, norm = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.float32)
             if sinks is not None:
-                most = tl.load(sinks + head).to(tl.float32) * LOG2E
-                norm = 1.0
-            total = tl.zeros([PAD_V], tl.float32)
-            for first in tl.range(0, num_parts, SPLITS):
-                part = first + tl.arange(0, SPLITS)
-                live = part < num_parts
-                size = tl.load(parts_lse + place + part * step, mask=live, other=float("-inf"))
-                at = parts + place * WIDTH_V + (part * (step * WIDTH_V))[:, None] + columns[None, :]
-                each = tl.load(at, mask=live[:, None] & (columns[None, :] < WIDTH_V), other=0.0)
-                top = tl.maximum(most, tl.max(size, 0))
-                shift = tl.where(top == float("-inf"), 0.0, top)
-                shrink = tl.math.exp2(most - shift)
-                weights = tl.math.exp2(size - shift)
-                total = total * shrink + tl.sum(each * weights[:, None], 0)
-                norm = norm * shrink + tl.sum(weights, 0)
-                most = top
-            total = tl.where(norm == 0, 0.0, total / norm)
+                most, norm = tl.load(sinks + head).to(tl.float32) * LOG2E, norm + 1
+            total, most, norm = join(
+                parts, parts_lse, place, num_parts, columns, most, norm, step, WIDTH_V, PAD_V, SPLITS
+            )
             at = out + (first_token + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head + columns
             tl.store(at, total.to(out.dtype.element_ty), mask=columns < WIDTH_V)
             if lse is not None:
-                found = tl.where(norm == 0, float("-inf"), (most + tl.math.log2(norm)) * LN2)
                 at = lse + head.to(tl.int64) * lse_head + (first_token + token).to(tl.int64) * lse_token
-                tl.store(at, found)
+                tl.store(at, natural_lse(most, norm))
         following = tl.minimum(index + tl.num_programs(0), there - 1)
         first_token, num_queries, tile, num_parts, slot = _merge(merges, following, step)

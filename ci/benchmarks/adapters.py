@@ -4,7 +4,8 @@ The vendor's function is left out on both sides: a stand-in gives the same resul
 adapter's own time. Its arguments are those that the adapter would pass, so nothing of it is installed. Microseconds a
 call, the best of several rounds, inside a registered op, as adapters are called; that op's own call is not in it.
 Copies of what the vendor returns into `out` and `lse`, which it does not write itself, are not made but timed apart:
-they are work on tensors, on a GPU a launch each.
+they are work on tensors, on a GPU a launch each. "elsewhere" has q, `out` and `lse` at addresses that were not met yet:
+an allocator lets the layers of a model take turns at few.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from portable.backends.adapter import Adapter, Step
 from portable.backends.convention import Convention
 from portable.backends.selftest import plain_layers
 from portable.backends.selftest_inputs import Inputs, Lens, inputs_of
+from portable.backends.views import Aliases
 from portable.kernel import ATTENTION, Kernel, Op
 from portable.layer import Layer
 from portable.platform.target import Target
@@ -70,6 +72,22 @@ class Still(torch.Tensor):
         return self
 
 
+class Elsewhere(Aliases):
+    """Those of tensors that are at a new address each time."""
+
+    def __call__(self, dense: torch.Tensor) -> Any:
+        self._kept.clear()
+        return super().__call__(dense)
+
+
+def still_as(kept: Aliases | None, dense: torch.Tensor) -> Aliases | None:
+    """The same views, which are made but not given: instead, that of `dense` as memory into which nothing is copied."""
+    if kept is None:
+        return None
+    still = kept.make(dense).as_subclass(Still)
+    return Aliases(lambda other: (kept.make(other), still)[1])
+
+
 def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, float]:
     """us that a call without and with an LSE adds, and the us of the copies that it makes besides."""
     layer, page_size = next(plain_layers(kernel, target))
@@ -86,15 +104,27 @@ def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, floa
     out = torch.empty((len(inputs.q), layer.num_heads, layer.v_head_dim), dtype=layer.dtype, device=inputs.q.device)
     lse = torch.empty((layer.num_heads, len(inputs.q)), device=inputs.q.device)
     step: Step = segment.prepared
+    step = replace(step, lse_as=still_as(step.lse_as, lse))
+    writes = convention.writes_out and step.takes_out
+    if not writes:  # what q is grouped as nobody looks at
+        step = replace(step, grouped=still_as(step.grouped, out))
+    segment = replace(segment, prepared=step)
+    fields = "grouped", "lse_as", "parts"
+    kept: dict[str, Any] = {name: each for name in fields if (each := getattr(step, name)) is not None}
     given = dict(step.calls[0], **{word: None for word in convention.names.values() if word not in step.calls[0]})
-    still = out if convention.writes_out else out.as_subclass(Still)  # views of a subclass take 0.4 us more
-    still_lse = lse.as_subclass(Still)
+    still = out if writes or step.grouped is not None else out.as_subclass(Still)
+    still_lse = lse if step.lse_as is not None else lse.as_subclass(Still)
     call = partial(alone.run, inputs.q, inputs.kv, segment, layer, inputs.tensors, still)
     calls: dict[str, Callable[[], object]] = {"direct": lambda: function(**given), "out": partial(call, None)}
-    if not convention.writes_out:
+    if not writes:
         calls["out's copy"] = partial(out.copy_, rows)
     if "lse" in kernel.caps.features:
         calls |= {"out and lse": partial(call, still_lse), "lse's copy": partial(lse.copy_, logs)}
+    elsewhere: dict[str, Any] = {name: Elsewhere(each.make) for name, each in kept.items()}
+    moved = replace(segment, prepared=replace(step, **elsewhere))
+    call = partial(alone.run, inputs.q, inputs.kv, moved, layer, inputs.tensors, still)
+    if kept:
+        calls["elsewhere"] = partial(call, still_lse if "lse" in kernel.caps.features else None)
     took = best(calls, out.device)
     direct = took.pop("direct")
     return {name: each if "copy" in name else each - direct for name, each in took.items()}

@@ -24,10 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
 from benchmarks.timing import Job, Measure, contest, relative_error  # noqa: E402
 from portable.attention import load_kernels  # noqa: E402
+from portable.cache import allocate_states  # noqa: E402
 from portable.chunks import aligned_chunks  # noqa: E402
 from portable.kernel import Kernel, Op  # noqa: E402
 from portable.layer import Layer  # noqa: E402
-from portable.mamba_run import allocate_states  # noqa: E402
 from portable.ragged import cdiv  # noqa: E402
 from portable.states import DecodeStates, PrefillStates, SsmTensors  # noqa: E402
 

@@ -1,198 +1,236 @@
-"""MLA decode and verify on a GPU, beside FlashMLA and FlashAttention 3: python ci/benchmarks/mla.py [--peers DIR]
+"""MLA on a GPU beside FlashMLA and FlashAttention 3: python ci/bench.py mla [--peers DIR] [--grid] [--out FILE]
 
-`bench.py attention --stage DIR` gets the peers. Shapes are DeepSeek's, 512 + 64 latent columns in bf16 over pages of 64
-tokens; rotations use other pages until 256 MB were touched. Metadata and work lists are made before the timing.
+Decode and verify of DeepSeek's 512 + 64 latent columns in bf16 over pages of 64 tokens, prompts of 192/128, and the
+write of latents. `--peers` names a folder that `bench.py attention --stage` filled; kernels of installed vendors take
+part through their adapters as well. "dispatched" is what a planned step runs, as a contestant of its own. Rotations use
+other pages until 256 MB were touched; metadata and work lists are made before the timing.
 
-With --grid every kernel that is installed, adapters of vendors among them, over the shapes that a platform's `MEASURED`
-is made of; each row ends with the kernel that is selected, and its time over that of the fastest.
+`--grid` adds the shapes that a platform's `MEASURED` is made of, without the oracle, with fewer rotations, and with the
+selected kernel's own time in the place of "dispatched".
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
+import os
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
+from benchmarks.mla_problems import Decode, Problem, Shape, able  # noqa: E402
+from benchmarks.mla_prompts import Prompt, Write  # noqa: E402
 from benchmarks.peers import unpacked  # noqa: E402
-from benchmarks.timing import Job, Measure, contest, relative_error  # noqa: E402
-from portable.attention import Kernels, available_kernels  # noqa: E402
-from portable.kernel import KV, Kernel, Needs, Op, Segment  # noqa: E402
-from portable.layer import Layer, LayerTensors  # noqa: E402
-from portable.platform.detect import detect  # noqa: E402
-from portable.ragged import next_power_of_2  # noqa: E402
+from benchmarks.timing import Measure, contest  # noqa: E402
+from portable.attention import load_kernels  # noqa: E402
+from portable.proof import source_hash  # noqa: E402
 
-PAGE = 64
 POINTS = [(batch, keys) for batch in (1, 16, 128) for keys in (1024, 8192, 32768)]
 GRID = [
-    (heads, batch, keys, new, page)
-    for page in (64, 16)
-    for new in (1, 4)
-    for heads in (16, 32, 64, 128)
+    Shape(heads, batch, keys, new, page)
+    for new, page in ((4, 64), (1, 64), (4, 16), (1, 16))
+    for heads in (16, 128, 32, 64)
     for batch in ((1, 4, 16, 64, 256) if new == 1 else (1, 16, 64))
     for keys in (1024, 4096, 16384, 65536)
     if batch * keys <= 1 << 22
 ]
-Calls = list[Callable[[], object]]
+KEPT = 24 << 30  # bytes, the pool of pages among them
+SLACK = 1.03  # of the fastest kernel's time, which a dispatched step may take
 
 
-class Problem:
-    """Requests of `keys` cached tokens, the last `new` of which are queries; pages [n, size, 576], in random order."""
+class Row(NamedTuple):
+    """A workload: made when its turn comes."""
 
-    def __init__(self, pool: torch.Tensor, heads: int, batch: int, keys: int, new: int = 1) -> None:
-        self.layer = layer = Layer.mla(num_heads=heads)
-        self.pages, self.page, self.batch, self.keys, self.new = pool, pool.shape[1], batch, keys, new
-        query_len, seq_len, reqs = map(next_power_of_2, (new, keys, batch))
-        self.needs = Needs(page_size=self.page, query_len=query_len, seq_len=seq_len, reqs=reqs)
-        columns = -(-keys // self.page)
-        count = min(
-            32, max(1, math.ceil(256e6 / (batch * keys * layer.latent_dim * 2))), len(pool) // (batch * columns)
-        )
-        order = torch.randperm(len(pool), device=pool.device).to(torch.int32)
-        self.tables = list(order[: count * batch * columns].view(count, batch, columns))
-        shape = (batch * new, heads)
-        kind: Any = {"dtype": layer.dtype, "device": pool.device}
-        self.q = [torch.randn(*shape, layer.latent_dim, **kind) for _ in self.tables]
-        self.out = [torch.empty(*shape, layer.kv_lora_rank, **kind) for _ in self.tables]
-        self.seq_lens = torch.full((batch,), keys, dtype=torch.int32, device=pool.device)
-        self.cu = torch.arange(batch + 1, dtype=torch.int32, device=pool.device) * new
-        self.rows = sorted({b * new + j for b in (0, batch // 2, batch - 1) for j in range(new)})
-        self.want = torch.stack([self._reference(row) for row in self.rows])
-
-    def _reference(self, row: int) -> torch.Tensor:
-        request, token = divmod(row, self.new)
-        keys = self.pages[self.tables[0][request].long()].flatten(0, 1)[: self.keys - self.new + 1 + token].double()
-        weights = torch.softmax(self.q[0][row].double() @ keys.T * self.layer.scale, -1)
-        return weights @ keys[:, : self.layer.kv_lora_rank]
-
-    def job(self, name: str, calls: Callable[[], Calls | None]) -> Job:
-        return Job(name, calls, self.out, lambda _: relative_error(self.out[0][self.rows], self.want), 1.5e-2)
-
-    def segment(self, kernel: Kernel, table: torch.Tensor) -> Segment:
-        made = Segment(
-            kernel=kernel,
-            requests=slice(0, self.batch),
-            tokens=slice(0, self.batch * self.new),
-            cu_seqlens_q=self.cu,
-            seq_lens=self.seq_lens,
-            block_table=table,
-            page_size=self.page,
-            causal=True,
-            max_query_len=self.new,
-            max_seq_len=self.keys,
-            host_query_lens=np.full(self.batch, self.new, np.int32),
-            host_seq_lens=np.full(self.batch, self.keys, np.int32),
-        )
-        return made if kernel.prepare is None else replace(made, prepared=kernel.prepare(made, self.layer))
-
-    def ours(self, kernel: Kernel) -> Calls:
-        kv, tensors = KV(self.pages, None), LayerTensors()
-        steps = [self.segment(kernel, table) for table in self.tables]
-        return [
-            partial(kernel.run, q, kv, step, self.layer, tensors, out, None)
-            for q, step, out in zip(self.q, steps, self.out, strict=True)
-        ]
-
-    def fa3(self) -> Calls:
-        """As vLLM drives it for MLA: the latent part of the queries apart."""
-        ops, rank, rope = torch.ops._vllm_fa3_C, self.layer.kv_lora_rank, self.layer.qk_rope_head_dim
-        pages = self.pages[:, :, None]
-        none = (None,) * 4
-        sizes = (self.batch, self.new, self.keys, self.layer.num_heads, 1, rope, rank)
-        metadata = ops.get_scheduler_metadata(
-            *sizes, self.layer.dtype, self.seq_lens, self.cu, *none, self.page, 0, True, -1, -1, False, 0, None, 0
-        )
-
-        def call(i: int) -> None:
-            q = self.q[i]
-            ops.fwd(
-                q[..., rank:], pages[..., rank:], pages[..., :rank], None, None, q[..., :rank], self.out[i], self.cu,
-                *(None,) * 3, self.seq_lens, self.new, self.keys, self.tables[i], *(None,) * 8, self.layer.scale, True,
-                -1, -1, 0.0, True, metadata, 0, None, 0, None, 1, 0, None,
-            )  # fmt: skip
-
-        return [partial(call, i) for i in range(len(self.q))]
-
-    def flash_mla(self) -> Calls:
-        """Its metadata are made by the first call."""
-        heads, rank, metadata = self.layer.num_heads, self.layer.kv_lora_rank, [None, None]
-
-        def call(i: int) -> None:
-            metadata[:] = torch.ops._flashmla_C.dense_decode_fwd(
-                self.q[i].view(self.batch, self.new, heads, -1), self.pages[:, :, None], rank, self.seq_lens,
-                self.tables[i], self.layer.scale, self.new > 1, *metadata,
-                self.out[i].view(self.batch, 1, self.new * heads, rank),
-            )[2:4]  # fmt: skip
-
-        return [partial(call, i) for i in range(len(self.q))]
+    section: str  # rows of a section need the same kernels, so one process compiles for them
+    name: str
+    problem: Callable[[torch.Tensor], Problem]  # of a pool of latents
+    quick: bool = False
 
 
-def measured(problem: Problem, peers: set[str], budget: float) -> dict[str, Measure]:
-    jobs = [problem.job(kernel.name, partial(problem.ours, kernel)) for kernel in able(problem)]
-    jobs += [problem.job("fa3", problem.fa3)] if "fa3" in peers else []
-    jobs += [problem.job("flash_mla", problem.flash_mla)] if "flashmla" in peers else []
-    return contest(jobs, budget, 10.0, lambda name: True)
+def rows(grid: bool, small: int) -> Iterator[Row]:
+    """What is measured; `small` divides the numbers of keys and tokens, down to 64, to try the harness."""
+
+    def cut(length: int) -> int:
+        return max(64, length // small)
+
+    shapes = {f"H{heads} b{b} {n}": Shape(heads, b, n) for heads in (16, 128) for b, n in POINTS}
+    shapes |= {f"X q{new}": Shape(16, 64, 8192, new) for new in (1, 4)}
+    for name, shape in shapes.items():
+        yield Row(kind(shape), name, partial(Decode, shape._replace(keys=cut(shape.keys))))
+    for heads, tokens in ((16, 4096), (128, 4096), (128, 3000), (32, 8192)):
+        name = f"P3 H{heads}"
+        yield Row(name, f"{name} {tokens} 192/128", partial(Prompt, heads, cut(tokens)))
+    yield Row("write", "cache write 8192x576", partial(Write, cut(8192)))
+    for shape in GRID if grid else ():
+        problem = partial(Decode, shape._replace(keys=cut(shape.keys)), quick=True)
+        yield Row(kind(shape), f"{kind(shape)} b{shape.batch} {shape.keys}", problem, True)
 
 
-def able(problem: Problem) -> list[Kernel]:
-    """The installed kernels that serve it, but for the reference."""
-    every = [kernel for kernel in available_kernels() if kernel.caps.op is Op.MLA_DECODE]
-    return [
-        kernel
-        for kernel in every
-        if kernel.caps.provider != "reference" and not kernel.why_not(detect(), problem.layer, problem.needs)
-    ]
+def kind(shape: Shape) -> str:
+    return f"H{shape.heads} q{shape.new} page{shape.page}"
 
 
-def selected(problem: Problem, found: dict[str, Measure]) -> dict[str, Any]:
-    """The kernel that a step of this shape gets, and its time over that of the fastest."""
-    name = Kernels(detect(), problem.layer, None).choice(Op.MLA_DECODE, problem.needs).kernel.name
-    best = min((each.us for each in found.values() if each.ok), default=math.nan)
-    return {"kernel": name, "ratio": round(found[name].us / best, 3) if name in found else math.nan}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="bench.py mla", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peers", type=Path, help="folder that bench.py attention --stage filled")
-    parser.add_argument("--grid", action="store_true", help="the shapes that selection is made of")
+    parser.add_argument("--grid", action="store_true", help="also the shapes that selection is made of")
+    parser.add_argument("--only", default="", help="sections that begin with one of these, with commas")
     parser.add_argument("--out", type=Path, help="write the result to this file")
-    parser.add_argument("--budget", type=float, default=12, help="ms of timing for each contestant")
-    args = parser.parse_args()
+    parser.add_argument("--limit", type=float, default=240, help="seconds for the whole run")
+    parser.add_argument("--budget", type=float, default=40, help="ms of timing for each contestant")
+    parser.add_argument("--compile", type=float, default=0, help="seconds of compiling first, a process a section")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shrink", type=int, default=1, help="divide the sizes by this, to try the harness")
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    end = time.monotonic() + args.limit
     torch.manual_seed(1)
-    peers = set()
-    for name in ("fa3", "flashmla") if args.peers else ():
-        torch.ops.load_library(str(unpacked(args.peers / f"{name}.so.xz")))
-        peers.add(name)
-    pool = torch.empty(128 * 32768, 576, dtype=torch.bfloat16, device="cuda")
+    wanted = tuple(args.only.split(","))
+    todo = [row for row in rows(args.grid, args.shrink) if row.section.startswith(wanted)]
+    if args.warm:
+        warm(todo, torch.device(args.device))
+        return
+    if args.compile:
+        compiled([*dict.fromkeys(row.section for row in todo)], argv, args.compile)
+    result = measured(todo, args, end)
+    if args.out:
+        args.out.write_text(written(result), encoding="utf-8")
+
+
+def compiled(sections: list[str], argv: list[str], seconds: float) -> None:
+    """Sections at once, a process each, and one that tests the vendors' kernels; what was not ready is told."""
+    end, command = time.monotonic() + seconds, [sys.executable, str(ROOT / "ci" / "bench.py"), "mla", *argv, "--warm"]
+    code = "from portable import available_kernels; available_kernels()"
+    children = {"self-tests": subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment())}
+    for section in sections:
+        children[section] = subprocess.Popen([*command, "--only", section], env=environment())
+    for name, child in children.items():
+        try:
+            child.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if child.returncode:
+            print(f"{name}: not compiled, exit code {child.returncode}", flush=True)
+    print(f"compiled, {seconds - end + time.monotonic():.0f} s", flush=True)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def warm(todo: list[Row], device: torch.device) -> None:
+    """The first call of what is compiled, on a few pages."""
+    pool = latents(1 << 12, device)
+    with torch.no_grad():
+        for row in todo:
+            problem = row.problem(pool)
+            for job in problem.jobs([kernel for kernel in load_kernels() if kernel.caps.provider == "triton"]):
+                calls = job.calls()
+                if calls:
+                    calls[0]()
+
+
+def latents(tokens: int, device: torch.device) -> torch.Tensor:
+    pool = torch.empty(tokens, 576, dtype=torch.bfloat16, device=device)
     for part in pool.split(1 << 20):
         part.normal_()
-    rows: dict[str, Any] = {}
-    steps = [(heads, b, n, 1, PAGE) for heads in (16, 128) for b, n in POINTS]
-    steps += [(16, 64, 8192, new, PAGE) for new in (1, 4)]
+    return pool
+
+
+def measured(todo: list[Row], args: argparse.Namespace, end: float) -> dict[str, Any]:
+    """Every row, as far as time allows."""
+    device = torch.device(args.device)
+    kernels, peers = able(device), raw_peers(args.peers)
+    named = {kernel.name: kernel for kernel in kernels}
+    result: dict[str, Any] = {**machine(device), "sources": {}, "selected": {}, "rows": {}, "grid": {}}
+    ratios: dict[str, float] = {}
     with torch.no_grad():
-        for heads, batch, keys, new, page in GRID if args.grid else steps:
-            name = f"H{heads} q{new} page{page} b{batch} {keys}"
-            problem = Problem(pool.view(-1, page, 576), heads, batch, keys, new)
-            found = measured(problem, peers, args.budget)
-            rows[name] = {who: asdict(each) for who, each in found.items()}
-            shown: dict[str, Any] = {who: round(m.us, 1) if m.ok else m.failed or "wrong" for who, m in found.items()}
-            if args.grid:
-                shown["selected"] = rows[name]["selected"] = selected(problem, found)
-            print(name, shown, flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        pool = latents(max(1 << 12, (1 << 22) // args.shrink), device)
+        for row in todo:
+            if time.monotonic() > end:
+                print(f"out of time before {row.name}", flush=True)
+                break
+            problem = row.problem(pool)
+            jobs = [*problem.jobs(kernels)]
+            if not row.quick:
+                jobs = [*problem.dispatched(), *jobs, *problem.peers(peers)]
+            budget, first = (args.budget / 6, 4.0) if row.quick else (args.budget, 10.0)
+            found = contest(jobs, budget, first, lambda name: True)
+            graphs = any(measure.graph for measure in found.values())  # a CPU has none: call by call, all of them
+            times = {who: round(m.us, 2) for who, m in found.items() if m.ok and m.graph is graphs}
+            told = ""
+            if chosen := problem.selected():
+                best = min((us for who, us in times.items() if who in named), default=math.nan)
+                ratios[row.name] = times.get("dispatched", times.get(chosen, math.nan)) / best
+                result["selected"][row.name] = chosen
+                told = f"{chosen} {ratios[row.name]:.3f}"
+            result["grid" if row.quick else "rows"][row.name] = times
+            result["sources"] |= {who: source_hash(named[who]) for who in times if who.startswith("triton")}
+            print(row.name, {who: shown(m, graphs) for who, m in found.items()}, told, flush=True)
+            del problem, jobs
+            if device.type == "cuda" and torch.cuda.memory_reserved() > KEPT:
+                gc.collect()  # graphs keep their memory from all others, as long as a cycle keeps them
+                torch.cuda.empty_cache()
+    slower = {name: round(ratio, 3) for name, ratio in ratios.items() if not ratio <= SLACK}
+    print(f"{len(ratios)} dispatched, {len(slower)} above {SLACK} of the fastest single kernel: {slower}", flush=True)
+    return result
+
+
+def shown(measure: Measure, graphs: bool) -> str:
+    if measure.failed or measure.graph is not graphs:
+        return measure.failed[:120] or "not captured"
+    return f"{measure.us:.4g}" if measure.ok else f"{measure.us:.4g} WRONG {measure.error:.2g}"
+
+
+def raw_peers(folder: Path | None) -> set[str]:
+    """Vendors' operators without an adapter; a library that an adapter loaded is there already."""
+    found = set()
+    for name, library, operator in (("fa3", "_vllm_fa3_C", "fwd"), ("flashmla", "_flashmla_C", "dense_decode_fwd")):
+        try:
+            if folder and not hasattr(getattr(torch.ops, library), operator):
+                torch.ops.load_library(str(unpacked(folder / f"{name}.so.xz")))
+        except (OSError, RuntimeError) as error:
+            print(f"{name}: {str(error)[:150]}", flush=True)
+        if hasattr(getattr(torch.ops, library), operator):
+            found.add(name)
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    import platform
+
+    import triton
+
+    return {
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "unit": "us, graph replay, median",
+        "note": "",
+    }
+
+
+def written(result: dict[str, Any]) -> str:
+    """JSON with a line for each row."""
+    parts = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if isinstance(value, dict) and key != "versions":
+            text = "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -4,6 +4,7 @@
     portable bench kernels graphs --quick      two sections, few sizes
     portable bench --generate                  whole models, beside transformers
     portable bench --json FILE --plots FOLDER  the numbers, and the roofline, latency and share of peak as pictures
+    portable bench --read FILE --plots FOLDER  the same of a run elsewhere, where matplotlib is
 
 Every number is of one run on one machine; what is compared was timed in turns.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="a device (default: PORTABLE_DEVICE, or the best of this machine)")
     add("--json", metavar="FILE", nargs="?", const="-", help="write the numbers; without FILE print them, nothing else")
     add("--plots", metavar="FOLDER", help="write pictures")
+    add("--read", metavar="FILE", help="show, or draw, a run that --json wrote, of any machine; nothing is measured")
     add("--budget", type=float, default=40.0, metavar="MS", help="of timing for each contestant (default: 40)")
     add("--generate", action="store_true", help="tokens per second beside transformers' own sdpa attention")
     add("--model", metavar="PATH", help="folder of a transformers decoder in safetensors (default: the small one)")
@@ -42,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure as the flags say: 1 where a kernel gives a wrong result; a ValueError for bad flags."""
+    from portable.bench import plots
     from portable.bench.text import text
     from portable.cli import show
-    from portable.platform.detect import detect
 
     for name in ("max_new_tokens", "rounds", "budget"):
         least = 0 if name == "budget" else 1
@@ -52,56 +56,72 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     if unknown := set(args.sections) - set(SECTIONS):
         raise ValueError(f"section {min(unknown)!r} is not known; the sections are {', '.join(SECTIONS)}")
-    target = detect(args.device)
-    if target.emulated:
-        raise ValueError(f"--device is {args.device!r}; an emulated device has no speed to measure")
-    chosen = args.sections or ([] if args.generate else SECTIONS)
-    result = measure(target, chosen, args.quick, args.budget)
-    if args.generate:
-        from portable.bench.generation import measure_generate
-
-        result["generate"] = measure_generate(args.model, args.max_new_tokens, args.rounds, args.device)
-    written = json.dumps(finite(result), indent=1)
+    if args.plots:
+        plots.figures()  # that they can be drawn, before minutes are spent
+    result = read(Path(args.read)) if args.read else measured(args)
     if args.json == "-":
-        print(written)
+        print(written(result))
     else:
-        if args.json:
-            Path(args.json).write_text(written + "\n", encoding="utf-8")
         show("\n".join(text(result)))
     if args.plots:
-        from portable.bench.plots import draw
-
-        for path in draw(result, Path(args.plots)):
+        for path in plots.draw(result, Path(args.plots)):
             print(f"{path}: written", file=sys.stderr)
     each = [one for row in result.get("kernels", {}).values() for one in row["contestants"].values()]
     return int(any(not one["ok"] and not one["failed"] for one in each))
 
 
-def measure(target: Target, sections: Mapping[str, Any] | Any, quick: bool, budget_ms: float) -> dict[str, Any]:
-    """The sections' numbers as plain values, with the machine, its ceilings and the peers that are absent."""
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """A run as the flags say, kept in their file as it goes."""
+    from portable.platform.detect import detect
+
+    target = detect(args.device)
+    if target.emulated:
+        raise ValueError(f"--device is {args.device!r}; an emulated device has no speed to measure")
+    chosen = args.sections or ([] if args.generate else SECTIONS)
+    keep = partial(write, Path(args.json)) if args.json not in (None, "-") else nothing
+    result = measure(target, chosen, args.quick, args.budget, keep)
+    if args.generate:
+        from portable.bench.generation import measure_generate
+
+        result["generate"] = measure_generate(args.model, args.max_new_tokens, args.rounds, args.device)
+        keep(result)
+    return result
+
+
+def measure(
+    target: Target, sections: Collection[str], quick: bool, budget_ms: float, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The sections' numbers as plain values, with the machine, its ceilings and the peers that are absent.
+
+    `keep` is told of them after each row and section: what was measured outlives a run that is ended.
+    """
     import torch
 
     from portable.bench import ceilings, host, kernels
 
-    result: dict[str, Any] = {"schema": SCHEMA, "machine": machine(target)}
     absent: dict[str, str] = {}
+    result: dict[str, Any] = {"schema": SCHEMA, "machine": machine(target), "absent": absent}
+    keep(result)  # a file that cannot be written is found out now
     if "kernels" in sections:
         works = list(kernels.workloads(target, quick))
         dtype, mib, size = (torch.float32, 128, 512) if target.device == "cpu" else (torch.bfloat16, 2048, 8192)
         note("ceilings")
         result["ceilings"] = ceilings.ceilings(torch.device(target.device), dtype, mib, size)
-        result["kernels"] = dict(kernels.rows(target, works, absent, budget_ms, note))
-    if "planning" in sections:
-        note("planning")
-        result["planning"] = host.planning(target, quick)
-    if "dispatch" in sections:
-        note("dispatch")
-        result["dispatch"] = host.dispatch(target)
-    if "graphs" in sections:
-        note("graphs")
-        result["graphs"] = host.graphs(target)
+        result["kernels"] = {}
+        for name, row in kernels.rows(target, works, absent, budget_ms, note):
+            result["kernels"][name] = row
+            keep(result)
+    ways: dict[str, Callable[[Target], dict[str, Any]]] = {
+        "planning": partial(host.planning, quick=quick),
+        "dispatch": host.dispatch,
+        "graphs": host.graphs,
+    }
+    for section in (name for name in ways if name in sections):
+        note(section)
+        result[section] = ways[section](target)
+        keep(result)
     note("")
-    return {**result, "absent": absent}
+    return result
 
 
 def machine(target: Target) -> dict[str, Any]:
@@ -115,6 +135,36 @@ def machine(target: Target) -> dict[str, Any]:
     if target.runtime:
         versions["built for"] = target.runtime
     return {"device": spell_target(target), "arch": target.arch, "name": target.name, "versions": versions}
+
+
+def written(result: dict[str, Any]) -> str:
+    return json.dumps(finite(result), indent=1)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all: a run that is ended meanwhile leaves the file as it was."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(written(result) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A run that was written; a ValueError where the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        whole = found["schema"] == SCHEMA and "machine" in found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--read is {str(path)!r}, which is no run of this command: {error}") from None
+    if not whole:
+        raise ValueError(f"--read is {str(path)!r}, which is no run of this command of schema {SCHEMA}")
+    for row in found.get("kernels", {}).values():  # what JSON has not
+        for each in row["contestants"].values():
+            each |= {name: math.nan for name, value in each.items() if value is None}
+    return dict(found)
+
+
+def nothing(result: dict[str, Any]) -> None:
+    """What is kept of a run without a file."""
 
 
 def note(text: str) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from portable.bench.problem import Problem
 from portable.bench.workloads import FP8
+from portable.platform.detect import detect
+from portable.ragged import cdiv, next_power_of_2
 
 Call = Callable[[int], object]
 WORKSPACE = 128 << 20  # bytes, as its documentation has it
@@ -56,13 +59,20 @@ def calls(problem: Problem, peer: Peer, function: Any) -> Sequence[Callable[[], 
 
 
 def known(function: Any, **arguments: Any) -> dict[str, Any]:
-    """The arguments that a function of the installed version takes.
+    """The arguments that a function of the installed version takes: all of them, where it takes any name.
 
-    >>> known(lambda a, b: a, a=1, c=2)
-    {'a': 1}
+    >>> known(lambda a, b: a, a=1, c=2), known(lambda a, **more: a, a=1, c=2)
+    ({'a': 1}, {'a': 1, 'c': 2})
     """
-    names = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in names}
+    names = names_of(getattr(function, "__func__", function))  # the class's: an object is not kept
+    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
+
+
+@cache
+def names_of(function: Any) -> frozenset[str] | None:
+    """A function's parameters; None: any. Kept, since some calls are timed with what the host does for them."""
+    parameters = inspect.signature(function).parameters
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else frozenset(parameters)
 
 
 def table_of(problem: Problem, i: int) -> torch.Tensor:
@@ -88,7 +98,7 @@ def flashinfer(problem: Problem, package: Any) -> Call | None:
     if layer.sinks or layer.kv_dtype == FP8:
         return None
     heads = {"num_qo_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
-    widths = {"head_dim": layer.qk_head_dim, "head_dim_qk": layer.qk_head_dim, "head_dim_vo": layer.v_head_dim}
+    widths = {"head_dim_qk": layer.qk_head_dim, "head_dim_vo": layer.v_head_dim}
     left = -1 if layer.window[0] is None else layer.window[0]
     how = {"sm_scale": layer.scale, "window_left": left, "q_data_type": layer.dtype, "kv_data_type": layer.kv_dtype}
     made = []
@@ -100,15 +110,16 @@ def flashinfer(problem: Problem, package: Any) -> Call | None:
             asked = {"qo_indptr": cu, "kv_indptr": cu, "causal": True, **heads, **widths, **how}
         else:
             indices, starts, last = rows_of(problem, i)
-            pages = {"page_size": work.page_size, **heads, **widths, **how}
-            if problem.max_query_len == 1:
+            pages = {"page_size": work.page_size, **heads, **how}
+            if problem.max_query_len == 1:  # it has one width, and takes any name: only its own may be asked
                 wrapper = package.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=layer.group >= 4)
                 asked = {"indptr": starts, "indices": indices, "last_page_len": last, **pages}
+                asked |= {"head_dim": layer.qk_head_dim}
             else:
                 wrapper = package.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
                 names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
                 asked = dict(zip(names, (problem.cu_seqlens_q, starts, indices, last), strict=True))
-                asked |= {"causal": True, **pages}
+                asked |= {"causal": True, **pages, **widths}
         wrapper.plan(**known(wrapper.plan, **asked))
         made.append(wrapper)
 
@@ -122,13 +133,20 @@ def flashinfer(problem: Problem, package: Any) -> Call | None:
 
 
 def unified(problem: Problem, function: Any) -> Call | None:
-    """The one Triton kernel for decode and prefill over pages that two engines carry, each in its own version."""
+    """The one Triton kernel for decode and prefill over pages that two engines carry, each in its own version.
+
+    One of them cuts the keys of few short queries where it is given scratch, as its metadata builder sizes it.
+    """
     work, layer = problem.work, problem.work.layer
     if work.page_size is None or layer.kv_dtype == FP8:
         return None
     one = torch.ones((len(work.seq_lens), layer.num_kv_heads), device=problem.device)
     sinks = None if problem.tensors.sinks is None else problem.tensors.sinks.to(layer.dtype)
     window = (-1, -1) if layer.window[0] is None else layer.window
+    few = 128 // layer.num_kv_heads  # requests below which keys are cut
+    rows = (few * min(problem.max_query_len, 8), layer.num_heads, SPLITS)
+    parts = torch.empty(*rows, next_power_of_2(layer.v_head_dim), device=problem.device)
+    tops, totals = (torch.empty(rows, device=problem.device) for _ in range(2))
 
     def call(i: int) -> None:
         turn = problem.rotations[i]
@@ -137,7 +155,9 @@ def unified(problem: Problem, function: Any) -> Call | None:
                 function, q=turn.q, k=turn.kv.k, v=turn.kv.v, out=turn.out, cu_seqlens_q=problem.cu_seqlens_q,
                 max_seqlen_q=problem.max_query_len, seqused_k=problem.seq_lens, max_seqlen_k=problem.max_seq_len,
                 softmax_scale=layer.scale, causal=True, window_size=window, block_table=table_of(problem, i),
-                softcap=0.0, q_descale=None, k_descale=one, v_descale=one, sinks=sinks,
+                softcap=0.0, q_descale=None, k_descale=one, v_descale=one, sinks=sinks, seq_threshold_3D=few,
+                num_par_softmax_segments=SPLITS, softmax_segm_output=parts, softmax_segm_max=tops,
+                softmax_segm_expsum=totals,
             )
         )  # fmt: skip
 
@@ -153,7 +173,10 @@ def split(problem: Problem, function: Any) -> Call | None:
     starts = torch.nn.functional.pad(problem.seq_lens.cumsum(0), (1, 0)).int()
     logits = torch.empty(size, layer.num_heads, SPLITS, layer.v_head_dim, device=device)
     lse = torch.empty(size, layer.num_heads, SPLITS, device=device)
-    splits = ((problem.seq_lens + 511) // 512).clamp(1, SPLITS).int()
+    blocks = size * cdiv(layer.num_heads, min(16, layer.group))
+    wanted = (detect(str(device)).compute_units or 1) * max(1.0, math.log2(problem.max_seq_len / 64))  # its own rule
+    keys = cdiv(problem.max_seq_len, min(SPLITS, max(1, math.ceil(wanted / blocks))))
+    splits = ((problem.seq_lens + keys - 1) // keys).int()
     sinks = None if problem.tensors.sinks is None else problem.tensors.sinks.to(layer.dtype)
     tokens = [tokens_of(problem, i) for i in range(len(problem.rotations))]
 

@@ -48,8 +48,8 @@ def contestants(name: str, row: Result, ceilings: dict[str, float]) -> Iterator[
             yield [first, who, "-", "-", "-", " ".join((chosen, why[:100])).strip()]
             continue
         of_peak = share(row, ceilings, each["us"])
-        how = chosen if each["graph"] else f"{chosen} call by call".strip()
-        yield [first, who, f"{each['us']:.4g}", f"{each['us'] / best:.2f}x",
+        how = ", ".join(filter(None, (chosen, "" if each["graph"] else "call by call")))
+        yield [first, who, spell(each["us"]), f"{each['us'] / best:.2f}x",
                "-" if math.isnan(of_peak) else f"{of_peak:.0%}", how]  # fmt: skip
 
 
@@ -62,8 +62,17 @@ def facts(found: Result, before: str = "") -> Iterator[list[str]]:
     for name, value in found.items():
         where = f"{before} {name}".strip()
         if isinstance(value, dict) and "us" in value:
-            yield [where, f"{value['us']:.4g} us ({value['low']:.4g} at its lowest)"]
+            yield [where, f"{spell(value['us'])} us ({spell(value['low'])} at its lowest)"]
         elif isinstance(value, dict):
             yield from facts(value, where)
         else:
-            yield [where, f"{value:.4g}" if isinstance(value, float) else str(value)]
+            yield [where, spell(value) if isinstance(value, float) else str(value)]
+
+
+def spell(number: float) -> str:
+    """Four digits, and no powers of ten.
+
+    >>> spell(7.98765), spell(42861.3)
+    ('7.988', '42,861')
+    """
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"

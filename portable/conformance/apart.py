@@ -1,143 +1,213 @@
-"""Kernels in processes of their own: one that ends its process, hangs or spoils the device fails, and the rest run."""
+"""Cells in processes of their own: one that ends its process, hangs or spoils the device fails, and the rest run.
+
+The cells of all kernels are dealt to the processes a few at a time, those of a kernel that need the same code together:
+on a GPU most of the time is compilation, whose results the processes share on disk.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import queue
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from dataclasses import asdict
-from typing import IO, Any
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from portable.conformance import report
-from portable.conformance.features import Scope, probes
-from portable.conformance.outcomes import FAILED, Judge, on
+from portable.conformance.features import Probe, Scope, probes
+from portable.conformance.laws import Law
+from portable.conformance.outcomes import FAILED, NOT_RUN, PARITY, Judge
+from portable.conformance.process import START, Process
 from portable.kernel import Kernel
 from portable.platform.target import Target
 
-START = 180.0  # seconds for a process to import what it needs and to open the device
 ENDINGS = 3  # processes that a kernel may end before the rest of its cells is given up
-CHILD = "import sys; from portable.conformance.apart import answer; answer(sys.argv[1:])"
+TOGETHER = 4  # cells that are dealt at once
+LOOK = 10.0  # seconds between two looks at kernels that have not ended
+OUT_OF_TIME = "the run ended before it"
+GIVEN_UP = f"{ENDINGS} processes ended in cells of this kernel before it"
 
 Cell = dict[str, Any]
 Heard = Callable[[Kernel, "Cell | None"], None]
 
 
+@dataclass
+class Work:
+    """A kernel with its cells; None where one has no answer yet."""
+
+    kernel: Kernel
+    probes: list[Probe]
+    cells: list[Cell | None]
+    twins: dict[int, list[int]] = field(default_factory=dict)  # cell -> others of the same case and law
+    endings: int = 0
+    seconds: float = 0.0
+    news: bool = True
+
+    @property
+    def ended(self) -> bool:
+        return None not in self.cells
+
+    def fill(self, number: int, cell: Cell, seconds: float = 0.0) -> None:
+        """The answer of a cell, and so of its twins."""
+        self.seconds += seconds
+        for each in (number, *self.twins.get(number, ())):
+            probe = self.probes[each]
+            self.cells[each] = {**cell, "group": probe.group, "value": probe.value}
+        self.news = True
+
+    def entry(self) -> dict[str, Any]:
+        self.news = False
+        cells = [
+            cell or of_probe(probe, NOT_RUN, OUT_OF_TIME) for probe, cell in zip(self.probes, self.cells, strict=True)
+        ]
+        return report.entry(self.kernel, cells, self.seconds)
+
+
+Item = list[tuple[Work, int]]
+
+
+def of_probe(probe: Probe, status: str, reason: str, *kinds: str) -> Cell:
+    """A cell without a result."""
+    case = None if probe.case is None else report.spelled(probe.case)
+    told = {"status": status, "reason": reason, "kinds": list(kinds), "proof": None, "case": case, "figures": []}
+    return {"group": probe.group, "value": probe.value, **told}
+
+
 def rows(
-    kernels: Sequence[Kernel], target: Target, device: str, scope: Scope, jobs: int, each: float, heard: Heard
+    kernels: Sequence[Kernel],
+    target: Target,
+    device: str,
+    scope: Scope,
+    jobs: int,
+    each: float,
+    heard: Heard,
+    limit: float | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The entries of kernels in a document as they end, `jobs` processes at a time; a cell may take `each` seconds."""
+    """The entries of kernels in a document as they end, from `jobs` processes; those that take long come often.
 
-    def one(kernel: Kernel) -> dict[str, Any]:
-        made = entry(kernel, target, device, scope, each, lambda cell: heard(kernel, cell))
-        heard(kernel, None)
-        return made
+    Args:
+        each: seconds that a cell may take.
+        limit: seconds after which no cell is run any more; those that are left are "not run".
+        known: name -> the entry of an earlier run of the same source, whose cells of parity are not run again.
+    """
+    end = float("inf") if limit is None else time.perf_counter() + limit
+    works = [planned(kernel, target, scope, (known or {}).get(kernel.name, {})) for kernel in kernels]
+    items, stop = deque(dealt(works)), threading.Event()
+    hand = Hand(items, [device, json.dumps(asdict(scope))], each, heard, stop)
+    hands = [threading.Thread(target=hand.work, daemon=True) for _ in range(min(jobs, len(items)))]
+    for thread in hands:
+        thread.start()
+    look = time.perf_counter() + LOOK
+    try:
+        while works:
+            over = time.perf_counter() >= end or not any(thread.is_alive() for thread in hands)
+            for work in [work for work in works if over or work.ended]:
+                works.remove(work)
+                yield work.entry()
+                heard(work.kernel, None)
+            if time.perf_counter() >= look:
+                look = time.perf_counter() + LOOK
+                yield from [work.entry() for work in works if work.news]
+            time.sleep(0.02)
+    finally:
+        stop.set()
+        for thread in hands:
+            thread.join()
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(one, kernel) for kernel in kernels]):
-            yield done.result()
 
-
-def entry(
-    kernel: Kernel, target: Target, device: str, scope: Scope, each: float, heard: Callable[[Cell], None]
-) -> dict[str, Any]:
-    """One kernel's, from as many processes as it takes."""
-    cells: list[Cell] = []
-    endings, seconds = 0, 0.0
-    while True:
-        asked, ended = None, ""
-        for kind, said in _process([device, kernel.name, json.dumps(asdict(scope)), str(len(cells))], each):
-            if kind == "cell":
-                cells.append(said)
-                heard(said)
-                asked = None
-            elif kind == "asks":
-                asked = said
-            elif kind == "done":
-                seconds += said
+def planned(kernel: Kernel, target: Target, scope: Scope, earlier: Mapping[str, Any]) -> Work:
+    """A kernel's cells, with the answers that need no run: refusals, what is absent, and what is known."""
+    asked, judge, first = list(probes(kernel, target, scope)), Judge(kernel, target), dict[Any, int]()
+    work = Work(kernel, asked, [None] * len(asked), seconds=earlier.get("seconds", 0.0))
+    old = {(c["group"], c["value"], c["case"]): c for c in earlier.get("cells", ()) if c["status"] == PARITY}
+    for number, probe in enumerate(asked):
+        if not probe.runs:
+            work.cells[number] = report.of_outcome(judge(probe), report.proof_of(target))
+            continue
+        assert probe.case is not None
+        work.cells[number] = old.get((probe.group, probe.value, report.spelled(probe.case)))
+        same = first.setdefault((probe.case, probe.law), number)
+        if same != number and work.cells[number] is None:
+            if (cell := work.cells[same]) is None:
+                work.twins.setdefault(same, []).append(number)
             else:
-                ended = said
-        if not ended:
-            break
-        endings += 1
-        lost = {"group": "call", "value": "its process", "case": None, **(asked or {})}
-        cells.append({**lost, "status": FAILED, "reason": ended, "kinds": ["crashed"], "proof": None, "figures": []})
-        heard(cells[-1])
-        if asked is None or endings == ENDINGS:
-            break
-    return report.entry(kernel, cells, seconds)
+                work.cells[number] = {**cell, "group": probe.group, "value": probe.value}
+    return work
 
 
-def answer(arguments: Sequence[str]) -> None:
-    """The other side: the cells of a kernel from one on, a line of JSON each. Whatever else prints goes to stderr."""
-    import time
+def dealt(works: Sequence[Work]) -> Iterator[Item]:
+    """The cells to run in the order of the kernels, a few at a time; those that fill the memory one after another."""
 
-    from portable.attention import load_kernels
-    from portable.conformance.diagnosis import remembering
-    from portable.platform.detect import detect
+    def code(probe: Probe) -> str:
+        """Cells that share it share most of their code."""
+        layer = probe.case.layer if probe.case is not None else None
+        return repr(layer and (layer.dtype, layer.kv_dtype, layer.qk_head_dim, layer.v_head_dim, layer.window))
 
-    device, name, scope, begin = arguments
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
-
-        def say(kind: str, what: Any) -> None:
-            print(json.dumps([kind, what]), file=out, flush=True)
-
-        target = detect(device)
-        kernel = next(kernel for kernel in load_kernels() if kernel.name == name)
-        start, judge = time.perf_counter(), Judge(kernel, target)
-        with on(target), remembering():
-            for number, probe in enumerate(probes(kernel, target, Scope(**json.loads(scope)))):
-                if number < int(begin):
-                    continue
-                case = None if probe.case is None else report.spelled(probe.case)
-                say("asks", {"group": probe.group, "value": probe.value, "case": case})
-                say("cell", report.of_outcome(judge(probe), report.proof_of(target)))
-        say("done", time.perf_counter() - start)
+    far: Item = []
+    rest: list[Item] = []
+    for work in works:
+        twins = {number for many in work.twins.values() for number in many}
+        todo = [n for n, cell in enumerate(work.cells) if cell is None and n not in twins]
+        far += [(work, n) for n in todo if work.probes[n].law is Law.FAR]
+        near = [n for n in todo if work.probes[n].law is not Law.FAR]
+        near.sort(key=lambda n: code(work.probes[n]))
+        rest += [[(work, n) for n in near[at : at + TOGETHER]] for at in range(0, len(near), TOGETHER)]
+    yield from ([far] if far else [])
+    yield from rest
 
 
-def _process(arguments: Sequence[str], each: float) -> Iterator[tuple[str, Any]]:
-    """What one process says, and ("ended", why) at its end unless it was done."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with tempfile.TemporaryFile() as noise:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise, env=environ, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        said: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=_read, args=(process.stdout, said), daemon=True).start()
-        limit = START
+@dataclass
+class Hand:
+    """What keeps one process busy, in as many threads as there are to be processes."""
+
+    items: deque[Item]
+    arguments: list[str]
+    each: float
+    heard: Heard
+    stop: threading.Event
+
+    def work(self) -> None:
+        """Cell after cell while there are any; a process that ends is followed by another."""
+        process: Process | None = None
         try:
-            while True:
+            while self.items and not self.stop.is_set():
                 try:
-                    heard = said.get(timeout=limit)
-                except queue.Empty:
-                    yield "ended", f"it did not end within {limit:g} s"
+                    item = self.items.popleft()
+                except IndexError:  # another was faster
                     return
-                if heard is None:
-                    noise.seek(max(0, noise.seek(0, os.SEEK_END) - 400))
-                    last = " ".join(noise.read().decode(errors="replace").split())[-300:] or "it wrote nothing"
-                    yield "ended", f"its process ended with code {process.wait()}: {last}"
-                    return
-                yield heard[0], heard[1]
-                if heard[0] == "done":
-                    return
-                limit = each
+                for work, number in item:
+                    process = self.one(process, work, number)
         finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+            if process is not None:
+                process.close()
 
-
-def _read(stream: IO[str], said: queue.Queue[Any]) -> None:
-    with suppress(ValueError, OSError):  # closed meanwhile, or cut within a line
-        for line in stream:
-            said.put(json.loads(line))
-    said.put(None)
+    def one(self, process: Process | None, work: Work, number: int) -> Process | None:
+        """Ask for one cell; the process for the next one, None where there is none."""
+        if self.stop.is_set():
+            return process
+        if work.endings >= ENDINGS:
+            work.fill(number, of_probe(work.probes[number], NOT_RUN, GIVEN_UP))
+            return process
+        said: Any = None
+        kind = "ready"
+        if process is None:
+            process = Process(self.arguments, self.stop)
+            kind, said = process.hear(START)
+        if kind == "ready":
+            process.ask(work.kernel.name, number)
+            kind, said = process.hear(self.each)
+        usable = False
+        if kind == "cell":
+            cell, seconds, usable = said
+            work.fill(number, cell, seconds)
+        elif kind == "ended":
+            work.endings += 1
+            work.fill(number, of_probe(work.probes[number], FAILED, said, "crashed"))
+        if work.cells[number] is not None:
+            self.heard(work.kernel, work.cells[number])
+        if usable:
+            return process
+        process.close()
+        return None

@@ -38,6 +38,7 @@ LONG: Mapping[str, Lens] = {  # for kernels that want more queries than those ha
 MORE: Mapping[str, Lens] = {  # what a report asks beside those
     "holes": ((1, 9), (0, 0), (2, 12), (0, 0), (0, 6), (1, 20)),
     "to_32k": ((1, 32768), (5, 20011), (1, 17), (3, 4097)),
+    "prompts_to_32k": ((64, 32768), (130, 20011), (1, 17), (70, 4097)),
 }
 CALLED = ("page_size", "scales", "lse", "strided", "slots", "in_place", "parts", "joined", "same_pool")
 LATENT_PAGES = ("nhd", "interleaved")
@@ -97,16 +98,24 @@ AXES: Mapping[Op, Axes] = {
     },
     Op.CACHE_GATHER: {"lens": MASK["lens"], "ranks": ONE_TENSOR, **CACHE, **DIMS, **NUMBERS},
     Op.CACHE_COPY: {"same_pool": (False, True), "ranks": ONE_TENSOR, **COPIED, **DIMS, **NUMBERS},
-    Op.REFRESH: {"slots": ("all", "holes", "past_the_end", "nothing"), "parts": (1, 13, 700)},  # entries
+    Op.REFRESH: {"slots": ("all", "holes", "past_the_end", "nothing"), "parts": (13, 1, 700)},  # entries
     Op.ADVANCE: {  # parts: requests; lse: positions are wanted
-        "parts": (1, 13, 700),
+        "parts": (13, 1, 700),
         "page_size": (16, 1, 3),
         "lse": (True, False),
         "strided": (False, True),
     },
+    Op.COLLECT: {  # parts: rows; page_size: cells of a row; lse: tokens that count; same_pool: of a wide table
+        "slots": ("all", "holes", "past_the_end"),
+        "parts": (13, 1, 700),
+        "page_size": (16, 1, 3),
+        "lse": (True, False),
+        "strided": (False, True),
+        "same_pool": (False, True),
+    },
     **recurrent.AXES,
 }
-STEPS = (Op.REFRESH, Op.ADVANCE)
+STEPS = (Op.REFRESH, Op.ADVANCE, Op.COLLECT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +138,15 @@ class Case:
     same_pool: bool = False
     call: recurrent.Call = recurrent.PLAIN  # of recurrent layers
 
-    def needs(self) -> Needs:
+    def needs(self, graph: GraphLevel = GraphLevel.NEVER, num_pages: int | None = None) -> Needs:
         return Needs(
             causal=self.causal is True,
             page_size=self.page_size,
             query_len=longest(self.lens),
             seq_len=next_power_of_2(max(1, *(s for _, s in self.lens))),
             lse=self.lse,
-            graph=GraphLevel.NEVER,
+            graph=graph,
+            num_pages=num_pages,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +17,14 @@ from typing import Any
 from portable.attention import load_kernels, verdicts_on
 from portable.conformance import apart, report
 from portable.conformance.features import FULL, QUICK
-from portable.conformance.outcomes import FAILED, Outcome, rows
-from portable.kernel import Kernel
+from portable.conformance.outcomes import FAILED, NOT_RUN, Outcome, rows
+from portable.kernel import ATTENTION, RECURRENT, Kernel
 from portable.packages import installed
 from portable.platform.detect import detect
 from portable.platform.target import Target
 from portable.select import why_not_here
 
+MOST_JOBS = 15  # processes on a GPU: each holds a context of about half a GiB there
 Advance = Callable[[Kernel, "Outcome | dict[str, Any] | None"], None]
 
 
@@ -35,9 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernel", action="append", metavar="NAME", help="a kernel or provider; may be given again (default: all)")
     add("--feature", action="append", default=[], metavar="NAME", help="a group or value of the report (default: all)")
     add("--device", help="a device, or emulated:ARCH (default: PORTABLE_DEVICE, or the best of this machine)")
-    add("--jobs", type=int, metavar="N", help="processes; 0: this one, which a kernel can end (default: 4 on a GPU)")
+    add("--jobs", type=int, metavar="N", help="processes; 0: this one, which a kernel can end (default: many on a GPU)")
     add("--timeout", type=float, default=120, metavar="S", help="seconds for a cell, with --jobs (default: 120)")
-    add("--json", metavar="FILE", help="write the report as JSON; - prints it, and nothing else")
+    add("--limit", type=float, metavar="S", help="seconds for the run; what is left then is not run, and no success")
+    add("--json", metavar="FILE", help="write the report as JSON as it goes; - prints it, and nothing else")
+    add("--resume", action="store_true", help="keep what passed in the file of --json, of the same sources")
+    add("--record", metavar="FILE", help="write which kernels passed, as a matrix counts it, as JSON")
     add("--html", metavar="FILE", help="write the report as one page")
     add(
         "--with",
@@ -50,15 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kit as the flags say: 0 where nothing failed, 1 where anything did; a ValueError for bad flags."""
+    """Run the kit as the flags say: 0 where all that was asked ran and nothing failed, else 1.
+
+    Raises:
+        ValueError: flags that say nothing, or exclude each other.
+    """
     from portable.cli import show
 
     mode, target = "full" if args.full else "quick", detect(args.device)
     if args.jobs is not None and args.jobs < 0:
         raise ValueError(f"--jobs is {args.jobs}; it must be at least 0")
-    for flag, file in (("--json", args.json), ("--html", args.html)):
+    if args.jobs == 0 and (args.limit is not None or args.resume):
+        raise ValueError("--jobs is 0; --limit and --resume need processes")
+    for flag, file in (("--json", args.json), ("--html", args.html), ("--record", args.record)):
         if file not in (None, "-") and not Path(file).absolute().parent.is_dir():
             raise ValueError(f"{flag} is {file!r}, in a folder that does not exist")
+    if args.resume and args.json in (None, "-"):
+        raise ValueError("--resume needs the file of an earlier run as --json")
     page = importlib.import_module("portable.conformance.page") if args.html else None
     if page is not None:
         page.needs()
@@ -66,11 +79,27 @@ def run(args: argparse.Namespace) -> int:
     kernels, not_offered = offered(target, args.kernel)
     file = Path(args.json) if args.json and args.json != "-" else None
 
+    earlier = json.loads(file.read_text(encoding="utf-8")) if args.resume and file and file.exists() else None
+
     def kept(document: dict[str, Any]) -> None:
         if file is not None:  # as it goes, so that a run that is cut short keeps what it has
-            file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            new = file.with_name(f"{file.name}.new")
+            new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            new.replace(file)
 
-    found = conform(kernels, target, mode, not_offered, args.jobs, args.timeout, args.device, args.feature, kept)
+    found = conform(
+        kernels,
+        target,
+        mode,
+        not_offered,
+        args.jobs,
+        args.timeout,
+        args.device,
+        args.feature,
+        kept,
+        args.limit,
+        earlier,
+    )
     if args.feature and not any(kernel["cells"] for kernel in found["kernels"]):
         raise ValueError(f"no group or value of these kernels is named {' or '.join(map(repr, args.feature))}")
     if args.json == "-":
@@ -80,13 +109,18 @@ def run(args: argparse.Namespace) -> int:
         show(report.text(found))
     if page is not None:
         Path(args.html).write_text(page.page(found, others), encoding="utf-8")
-    return 1 if found["counts"][FAILED] else 0
+    if args.record:
+        text = json.dumps(report.record(found), indent=2, sort_keys=True)
+        Path(args.record).write_text(text + "\n", encoding="utf-8")
+    return 1 if found["counts"][FAILED] or found["counts"][NOT_RUN] else 0
 
 
 def offered(
     target: Target, names: Sequence[str] | None = None, kernels: Sequence[Kernel] | None = None
 ) -> tuple[list[Kernel], dict[str, tuple[str, ...]]]:
     """The kernels that the device offers, and why it does not offer the others of its vendor.
+
+    They come in the order of `names`, of each what takes long to compile first.
 
     Args:
         names: kernels or providers; None: all.
@@ -108,6 +142,7 @@ def offered(
     chosen = [k for k in every if names is None or k.name in names or k.caps.provider in names]
     reasons = {kernel.name: why_not_here(kernel, target, packages, verdict) for kernel in chosen}
     able = [kernel for kernel in chosen if not reasons[kernel.name]]
+    able.sort(key=lambda k: (_place(k, names or ()), k.caps.op not in ATTENTION, k.caps.op not in RECURRENT))
     if not able:
         listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
         raise ValueError(f"none of these kernels runs on {target.vendor} {target.arch}: {listed}")
@@ -116,6 +151,10 @@ def offered(
         for kernel in chosen
         if reasons[kernel.name] and (names or target.vendor in kernel.caps.vendors)
     }
+
+
+def _place(kernel: Kernel, names: Sequence[str]) -> int:
+    return next((at for at, name in enumerate(names) if name in (kernel.name, kernel.caps.provider)), len(names))
 
 
 def conform(
@@ -128,31 +167,60 @@ def conform(
     device: str | None = None,
     features: Sequence[str] = (),
     kept: Callable[[dict[str, Any]], None] = lambda document: None,
+    limit: float | None = None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of a run, with a bar on a terminal as it goes; see `portable.conformance.report`.
 
     Args:
-        jobs: processes for the kernels, which are found by name in each; 0: this one. None: 4 on a GPU, else 0.
+        jobs: processes for the cells, whose kernels are found by name in each; 0: this one. None: on a GPU one a core,
+            at most MOST_JOBS; elsewhere one where there is a limit or an earlier document, else 0.
         timeout: seconds that a cell may take in a process of its own.
         device: how another process finds the target; None: by its own name.
-        kept: hears of the document so far whenever a kernel ends.
+        kept: hears of the document so far whenever a kernel ends, and of kernels that take long every few seconds.
         features: only these groups or values of the report, as it names them; none: all.
+        limit: seconds for the run; cells that are left are "not run".
+        earlier: the document of an earlier run of the same mode and features, whose cells of parity stay where device,
+            versions and source do; so do its other kernels.
     """
-    start, found = time.perf_counter(), list[dict[str, Any]]()
-    order = [kernel.name for kernel in kernels]
+    start = time.perf_counter()
     scope = replace(FULL if mode == "full" else QUICK, features=tuple(features))
-    jobs = (0 if target.device == "cpu" else 4) if jobs is None else jobs
+    known = comparable(earlier, target, mode, features) if earlier else {}
+    found: dict[str, dict[str, Any]] = {kernel.name: {} for kernel in kernels} | known
+    if jobs is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        jobs = min(cores, MOST_JOBS) if target.device != "cpu" else int(limit is not None or earlier is not None)
+
+    def document() -> dict[str, Any]:
+        seconds = time.perf_counter() - start + (earlier["seconds"] if earlier and known else 0)
+        made = [entry for entry in found.values() if entry]
+        return report.document(target, made, not_offered or {}, mode, seconds, features)
+
     with progress(len(kernels)) as advance:
         if jobs:
             where = device or (f"emulated:{target.arch}" if target.emulated else target.device)
-            made = apart.rows(kernels, target, where, scope, jobs, timeout, advance)
+            made = apart.rows(kernels, target, where, scope, jobs, timeout, advance, limit, known)
         else:
             made = (report.of_row(row, target) for row in rows(kernels, target, scope, advance))
         for entry in made:
-            found.append(entry)
-            found.sort(key=lambda entry: order.index(entry["name"]))
-            kept(report.document(target, found, not_offered or {}, mode, time.perf_counter() - start))
-    return report.document(target, found, not_offered or {}, mode, time.perf_counter() - start)
+            found[entry["name"]] = entry
+            kept(document())
+    return document()
+
+
+def comparable(
+    earlier: Mapping[str, Any], target: Target, mode: str, features: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """name -> entry of the kernels in an earlier document that would give the same answers now."""
+    here = (target.arch, target.name, report.proof_of(target), mode, list(features), report.versions(target))
+    told = earlier["target"]
+    there = (told["arch"], told["name"], *(earlier[name] for name in ("proof", "mode", "features", "versions")))
+    sources = {kernel.name: report.source_of(kernel) for kernel in load_kernels()}
+    return {
+        kernel["name"]: kernel
+        for kernel in earlier["kernels"]
+        if here == there and kernel["source"] and kernel["source"] == sources.get(kernel["name"])
+    }
 
 
 @contextmanager

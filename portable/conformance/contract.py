@@ -17,6 +17,7 @@ import torch
 
 from portable.conformance import cache_check, diagnosis, recurrent, recurrent_check, steps
 from portable.conformance.cells import Case
+from portable.conformance.collect import check_collect
 from portable.conformance.inputs import (
     Inputs,
     build,
@@ -44,6 +45,7 @@ def check(kernel: Kernel, case: Case, device: str = "cpu") -> set[str]:
         Op.CACHE_COPY: cache_check.check_copy,
         Op.REFRESH: steps.check,
         Op.ADVANCE: steps.check,
+        Op.COLLECT: check_collect,
     }
     checks[case.op](kernel, case, device)
     return set()

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from portable.conformance import cells, laws
-from portable.conformance.cells import AXES, LENS, LONG, Axes, Case, Cell, case_of, longest
+from portable.conformance.cells import AXES, LENS, LONG, MORE, Axes, Case, Cell, case_of, longest
 from portable.conformance.laws import Law
 from portable.kernel import ATTENTION, Kernel, Op
 from portable.platform.target import Target
@@ -108,6 +110,10 @@ DECLARED: Mapping[str, str] = {  # axis -> what caps call the feature
     "causal": "noncausal",
     "lse": "lse",
 }
+WITH: Mapping[str, Cell] = {  # values of other axes without which an axis says nothing
+    "mamba2": {"mamba1": None},
+    "joined": {"ranks": (64, 16)},
+}
 TWO = ("dtype", "dims", "page_size", "pages", "lens", "kv_dtype", "mamba1")  # axes that may change together
 
 
@@ -122,6 +128,11 @@ class Probe:
     reasons: tuple[str, ...] = ()  # for which the kernel refuses
     absent: str = ""  # why it cannot be asked here
     fault: str = ""  # what is wrong before anything runs
+
+    @property
+    def runs(self) -> bool:
+        """Whether the kernel must be called to know what becomes of it."""
+        return self.case is not None and not (self.reasons or self.absent or self.fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +205,8 @@ def wide_axes(kernel: Kernel, target: Target, full: bool) -> Axes:
         if all(kernel.caps.query_lens.why_not("", longest(LENS[name])) for name in LENS):
             lens = list(LONG)
         if full and target.device != "cpu":
-            lens.append("to_32k")
+            few = kernel.caps.query_lens.why_not("", longest(MORE["to_32k"]))
+            lens += ["prompts_to_32k"] if few else ["to_32k", "prompts_to_32k"] if op is Op.PREFILL else ["to_32k"]
         axes["lens"] = tuple(lens)
     return axes
 
@@ -208,16 +220,18 @@ def beside(axis: str, value: Any) -> Cell:
         return {"lens": "verify"}  # every request has queries, so all count
     if axis == "window" and value[1] not in (None, 0):
         return {"causal": False}  # a causal mask hides the right edge
+    if axis == "state_dtype" and value is None:
+        return {"dtype": torch.bfloat16}  # float32 is a value of its own
     return {}
 
 
 def nearest(axes: Axes, base: Cell, axis: str, value: Any, why: Why) -> Cell:
     """The cell closest to `base` with this value that the kernel serves; else the closest at all."""
-    wanted = {**base, axis: value}
+    wanted = {**base, axis: value, **WITH.get(axis, {})}
     for cell in ({**wanted, **beside(axis, value)}, wanted):
         if why(cell) == ():
             return cell
-    others = [name for name in axes if name != axis]
+    others = [name for name in axes if name != axis and name not in WITH.get(axis, {})]
     closest: Cell | None = None
     stuck: set[str] | None = None  # reasons that no change of one other axis takes away: two changes will not either
     for count, names in ((1, others), (2, [name for name in TWO if name in others])):

@@ -12,7 +12,7 @@ import torch
 
 from portable.cache import cache_shapes
 from portable.conformance.cells import PACKED, Case, Lens
-from portable.conformance.measure import require
+from portable.conformance.measure import NOT_ITS_OWN, require
 from portable.kernel import KV, Kernel, Segment
 from portable.layer import Layer, LayerTensors
 
@@ -250,7 +250,7 @@ def guarded(
 
     def intact(name: str) -> None:
         view.fill_(torch.nan)
-        require(base.isnan().all(), f"it wrote outside of {name}", "memory written that is not its own")
+        require(base.isnan().all(), f"it wrote outside of {name}", NOT_ITS_OWN)
 
     return view, intact
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
 
 from portable.conformance import contract
 from portable.conformance.cells import LENS, LONG, MORE, Case, Lens
-from portable.conformance.inputs import Inputs, block_table, build, each, segment, storage_of
+from portable.conformance.inputs import Inputs, block_table, build, each, segment
 from portable.conformance.measure import Departure, require
 from portable.conformance.oracle import expected, size_of
+from portable.conformance.replay import captured, replaying
 from portable.kernel import ATTENTION, GraphLevel, Kernel, Op
 from portable.platform.target import Target
 
@@ -55,7 +54,7 @@ def asked(law: Law, kernel: Kernel, case: Case, target: Target) -> tuple[Case, t
     if law is Law.DEVICE:
         return (case, ()) if len(others(target)) else "this machine has one device"
     if law is Law.REPLAY and not paged:
-        refused = kernel.why_not(target, layer, replace(case.needs(), graph=GraphLevel.SINGLE))
+        refused = kernel.why_not(target, layer, case.needs(GraphLevel.SINGLE))
         return "this device has no graphs" if target.device == "cpu" else (case, refused)
     if op not in ATTENTION or (law is not Law.BATCH and not paged):
         return None
@@ -72,7 +71,7 @@ def asked(law: Law, kernel: Kernel, case: Case, target: Target) -> tuple[Case, t
     reasons: tuple[str, ...] = ()
     for lens in (case.lens, *many) if law is not Law.REPLAY else many:
         bent = replace(case, lens=lens)
-        refused = kernel.why_not(target, bent.layer, replace(bent.needs(), graph=graph, num_pages=pages))
+        refused = kernel.why_not(target, bent.layer, bent.needs(graph, pages))
         if not refused:
             return bent, ()
         reasons = reasons or refused
@@ -220,59 +219,6 @@ def changing(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def copied(inputs: Inputs) -> Inputs:
     q, seq_lens, table = (each.clone() for each in changing(inputs))
     return replace(inputs, q=q, segment=replace(inputs.segment, seq_lens=seq_lens, block_table=table))
-
-
-@contextmanager
-def replaying(step: Callable[[], None], device: str) -> Iterator[Callable[[], None]]:
-    """What replays a step that was captured; where a device has no graphs, what makes the same call again."""
-    if device == "cpu":
-        yield step
-        return
-    torch.accelerator.synchronize()
-    module = torch.get_device_module(torch.device(device))
-    side = torch.Stream(device=device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:  # compiles, and fills what is filled once
-        step()
-    torch.accelerator.synchronize()
-    graph = vars(module)["CUDAGraph"]()
-    with vars(module)["graph"](graph):
-        step()
-    yield graph.replay
-    torch.accelerator.synchronize()
-
-
-def captured(run: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The same function as a graph that is captured with its arguments and replayed once."""
-
-    def again(*given: Any) -> Any:
-        memory = list(
-            {each.untyped_storage().data_ptr(): storage_of(each, torch.uint8) for each in tensors_in(given)}.values()
-        )
-        before, returned = [each.clone() for each in memory], list[Any]()
-
-        def step() -> None:
-            returned.append(run(*given))
-
-        with replaying(step, device) as replay:
-            for each, old in zip(memory, before, strict=True):
-                each.copy_(old)  # what the calls before the capture wrote
-            replay()
-        return returned[-1]
-
-    return again
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested sequences and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for f in fields(value):
-            yield from tensors_in(getattr(value, f.name))
 
 
 def pages_of(case: Case) -> int:

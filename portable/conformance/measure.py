@@ -15,6 +15,7 @@ from portable.kernel import Kernel
 SEEN = 0.15  # leaving a feature out changes the result by at least this error
 MOST = 0.03  # so no tolerance may come near it
 LSE_TOLERANCE = 2e-6  # the least that is asked of an LSE: it is float32 for every dtype
+NOT_ITS_OWN = "memory written that is not its own"
 STATE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 

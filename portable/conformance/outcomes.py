@@ -1,4 +1,4 @@
-"""What became of every cell: parity, refused with a reason, or failed."""
+"""What became of every cell: parity, refused with a reason, failed, or not run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from portable.kernel import Kernel
 from portable.platform.target import Target
 
 PARITY, REFUSED, FAILED, ABSENT = "parity", "refused", "failed", "absent"
+NOT_RUN = "not run"  # the time of the run was over
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Judge:
         self._known: dict[tuple[Case | None, Law], Outcome] = {}
 
     def __call__(self, probe: Probe) -> Outcome:
-        if probe.case is None or probe.reasons or probe.fault or probe.absent:
+        if not probe.runs:
             return judged(self.kernel, probe, self.target)
         key = (probe.case, probe.law)
         if key not in self._known:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from portable.conformance.features import ORDER, PAIRS
+from portable.conformance.outcomes import NOT_RUN
 from portable.conformance.plots import errors
 from portable.conformance.report import STATUSES
 from portable.explain import spell_target
@@ -36,18 +37,22 @@ def page(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> 
     """
     needs()
     kernels = [*placed(found, {}), *(k for other in others for k in placed(other, sources(found)))]
+    names = list(dict.fromkeys(kernel["name"] for kernel in kernels))
+    kernels.sort(key=lambda kernel: names.index(kernel["name"]))  # where a kernel ran as well is below it
     jinja2 = importlib.import_module("jinja2")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     made: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
         device=spell_target(Target(**found["target"])),
         kernels=kernels,
+        names=names,
         counts={s: sum(cell["status"] == s for kernel in kernels for cell in kernel["cells"]) for s in STATUSES},
         places=list(dict.fromkeys(kernel["place"] for kernel in kernels)),
         operations=list(operations(kernels)),
         failed=[kernel for kernel in kernels if kernel["status"] == "failed"],
         statuses=STATUSES,
         why=why,
+        style=lambda status: "unrun" if status == NOT_RUN else status,
         plot=importlib.import_module("markupsafe").Markup(errors(kernels)),
     )
     return made

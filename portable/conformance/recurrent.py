@@ -63,9 +63,9 @@ AXES: Mapping[Op, Axes] = {
     Op.SSD: {"step": PREFILLS, **SCAN, **CALL},
     Op.STATE_UPDATE: {"step": ("decode", "verify", "padded"), **SCAN, **CALL},
     Op.STATE_COPY: {
-        "pools": (1, 2, 5),
+        "pools": (2, 1, 5),
         "groups": (1, 2, 4),
-        "pairs": (0, 1, 7),
+        "pairs": (7, 1, 0),
         "apart": (False, True),
         "dtype": DTYPES,
     },

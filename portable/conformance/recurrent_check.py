@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from portable.backends import reference_mamba
+from portable.conformance import recurrent_faults
 from portable.conformance.cells import Case
 from portable.conformance.inputs import guarded, numbers, seed_of, strided, unchanged
-from portable.conformance.measure import STATE_TOLERANCE, require, tolerance, within
+from portable.conformance.measure import NOT_ITS_OWN, STATE_TOLERANCE, Departure, require, tolerance, within
+from portable.conformance.move_faults import explaining, memory_of, same, states_wrongly
 from portable.conformance.recurrent import BLOCK, PADDING, states_of
 from portable.kernel import Kernel, Op
 from portable.states import SsmTensors
@@ -94,15 +96,29 @@ def check_run(kernel: Kernel, case: Case, device: str) -> None:
         run = (*before, out, *after) if case.op is Op.CONV1D else (*before, *after, out)
         kernel.run(*run)
     most, tokens = tolerance(kernel, case), states.tokens.stop
-    within("out", out[:tokens], want[:tokens], most, size[:tokens])
-    require(out[tokens:].isnan().all(), "tokens behind the last row were written")
-    guard("out")
-    most = max(most, STATE_TOLERANCE[pool.dtype])
     stored = sorted({slot for row in reference_mamba.rows_of(states) for slot in row.stores.values()})
-    within("a state", pool[stored], want_pool[stored], most, pool_size[stored])
-    pool[stored] = blank[stored, : pool[0].numel()].unflatten(1, pool.shape[1:])
+    mosts = most, max(most, STATE_TOLERANCE[pool.dtype])
+    old = blank[:, : pool[0].numel()].unflatten(1, pool.shape[1:])
+    try:
+        within("out", out[:tokens], want[:tokens], most, size[:tokens])
+        within("a state", pool[stored], want_pool[stored], mosts[1], pool_size[stored])
+    except Departure as departure:
+
+        def again(before: list[Any], after: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+            out, states = expected(case, before, after)
+            return out[:tokens], states[stored]
+
+        asked = [old if value is pool else value for value in before], after
+        found = out[:tokens], pool[stored]
+        sizes = size[:tokens], pool_size[stored]
+        kinds = recurrent_faults.kinds(case, asked, again, found, old[stored], sizes, mosts)
+        raise Departure(departure.args[0], *kinds) from None
+    require(out[tokens:].isnan().all(), "tokens behind the last row were written", "padding written")
+    guard("out")
+    pool[stored] = old[stored]
     now = pool.as_strided((len(pool), pool.stride(0)), (pool.stride(0), 1))
-    require(torch.equal(now.view(torch.uint8), blank.view(torch.uint8)), "memory beside the stored slots was written")
+    same_bytes = torch.equal(now.view(torch.uint8), blank.view(torch.uint8))
+    require(same_bytes, "memory beside the stored slots was written", NOT_ITS_OWN)
 
 
 def expected(case: Case, before: list[Any], after: list[Any], sizes: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,8 +157,8 @@ def check_copy(kernel: Kernel, case: Case, device: str) -> None:
     call, normal = case.call, numbers(case)
     shapes = [(3, 40), (4, 16, 16), (2, 5), (300,), (1, 9)][: call.pools]
     listed = [[5, 0], [0, 3], [-1, 4], [2, -1], [6, 6], [7, 5], [8, 2]][: call.pairs]  # 0 is written, then read
-    wanted = [[[slot if slot < 0 else (slot + g) % 9 for slot in pair] for pair in listed] for g in range(call.groups)]
-    pairs = torch.tensor([*chain(*wanted), [1, 8]], dtype=torch.int64, device=device)
+    wanted = [[(_turned(come, g), _turned(go, g)) for come, go in listed] for g in range(call.groups)]
+    pairs = torch.tensor([*chain(*wanted), (1, 8)], dtype=torch.int64, device=device)
     cu_copies = torch.arange(call.groups + 1, dtype=torch.int32, device=device) * len(listed)
     pools, bases = [], []
     for i, shape in enumerate(shapes):
@@ -158,6 +174,15 @@ def check_copy(kernel: Kernel, case: Case, device: str) -> None:
         for come, go in wanted[i % call.groups]:
             if come >= 0 and go >= 0:
                 base[go, :count] = base[come, :count]
+    before = memory_of(*bases)
     kernel.run([pools[g :: call.groups] for g in range(call.groups)], pairs, cu_copies)
-    for base, right in zip(bases, want, strict=True):
-        require(torch.equal(base.view(torch.uint8), right.view(torch.uint8)), "pools differ from what was to be copied")
+    if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(bases, want, strict=True)):
+        return
+    after = memory_of(*bases)
+    kinds = explaining(states_wrongly(pools, before, wanted, [(1, 8)]), lambda wrong: same(wrong, after))
+    raise Departure("pools differ from what was to be copied", *kinds)
+
+
+def _turned(slot: int, by: int) -> int:
+    """Another of the 9 slots; a negative one stays."""
+    return slot if slot < 0 else (slot + by) % 9

@@ -1,11 +1,12 @@
 """A run of the kit as plain values, and as text.
 
 The document: `schema`, `portable`, `target`, `proof` (the level of what ran: "measured" or "emulated"), `mode`,
-`versions`, `seconds`, `counts`, `kernels` and `not_offered` (name -> reasons). Of a kernel: `name`, `op`, `provider`,
-`plugin`, `source` (a digest), `status`, `seconds`, `kinds` and `cells`; of a cell: `group`, `value`, `status`
-("parity", "refused", "failed" or "absent", which is what this machine cannot be asked), `reason`, `kinds`, `proof`,
-`case` and `figures`, each (what, error, tolerance), infinite errors as null. `kinds` names the faults that give the
-wrong numbers of a cell, and of a kernel those that explain its cells, with how many each explains.
+`features` (those asked for; none: all), `versions`, `seconds`, `counts`, `kernels` and `not_offered` (name -> reasons).
+Of a kernel: `name`, `op`, `provider`, `plugin`, `source` (a digest), `status`, `seconds` (of its cells, in whatever
+processes), `kinds` and `cells`; of a cell: `group`, `value`, `status` ("parity", "refused", "failed", "not run" or
+"absent", which is what this machine cannot be asked), `reason`, `kinds`, `proof`, `case` and `figures`, each (what,
+error, tolerance), infinite errors as null. `kinds` names the faults that give the wrong numbers of a cell, and of a
+kernel those that explain its cells, with how many each explains.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from portable.conformance.cells import Case
-from portable.conformance.outcomes import ABSENT, FAILED, PARITY, REFUSED, Outcome, Row
+from portable.conformance.outcomes import ABSENT, FAILED, NOT_RUN, PARITY, REFUSED, Outcome, Row
 from portable.explain import spell_target
 from portable.kernel import Kernel
 from portable.packages import installed
@@ -28,7 +29,7 @@ from portable.platform.target import Target
 from portable.proof import source_hash
 
 SCHEMA = 1
-STATUSES = (PARITY, REFUSED, FAILED, ABSENT)
+STATUSES = (PARITY, REFUSED, FAILED, NOT_RUN, ABSENT)
 PACKAGES = ("triton", "numpy")
 
 
@@ -38,6 +39,7 @@ def document(
     not_offered: Mapping[str, Sequence[str]],
     mode: str,
     seconds: float,
+    features: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A run as values that JSON has, from its kernels' entries."""
     states = [cell["status"] for kernel in kernels for cell in kernel["cells"]]
@@ -47,6 +49,7 @@ def document(
         "target": asdict(target),
         "proof": proof_of(target),
         "mode": mode,
+        "features": list(features),
         "versions": versions(target),
         "seconds": round(seconds, 2),
         "counts": {status: states.count(status) for status in STATUSES},
@@ -78,7 +81,7 @@ def of_row(row: Row, target: Target) -> dict[str, Any]:
 
 
 def entry(kernel: Kernel, cells: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """A kernel with its cells; `failed` where any is, else `parity` where any is."""
+    """A kernel with its cells; `failed` where any is, else `not run`, else `parity`."""
     states = {cell["status"] for cell in cells}
     return {
         "name": kernel.name,
@@ -86,7 +89,7 @@ def entry(kernel: Kernel, cells: Sequence[dict[str, Any]], seconds: float) -> di
         "provider": kernel.caps.provider,
         "plugin": kernel.plugin,
         "source": source_of(kernel),
-        "status": next((status for status in (FAILED, PARITY, REFUSED) if status in states), ABSENT),
+        "status": next((status for status in (FAILED, NOT_RUN, PARITY, REFUSED) if status in states), ABSENT),
         "seconds": round(seconds, 3),
         "kinds": kinds_of(cells),
         "cells": list(cells),
@@ -140,6 +143,29 @@ def spelled(case: Case) -> str:
     return f"{', '.join(parts) or 'plain'}; layer {', '.join(layer)}"
 
 
+def record(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run proves, for a matrix's folder of results: each kernel that passed whole, with its source.
+
+    Cells that were refused are proved by what a kernel declares, so only their number is kept.
+    """
+    kept = {}
+    for kernel in found["kernels"]:
+        counts = Counter(cell["status"] for cell in kernel["cells"])
+        if kernel["status"] == PARITY and kernel["source"] and not found["features"]:
+            told = {"cells": counts[PARITY], "refused": counts[REFUSED], "source": kernel["source"]}
+            kept[kernel["name"]] = {**told, "seconds": round(kernel["seconds"], 1)}
+    target = found["target"]
+    return {
+        "arch": target["arch"],
+        "card": target["name"],
+        "level": found["proof"],
+        "mode": found["mode"],
+        "seconds": found["seconds"],
+        "versions": found["versions"],
+        "kernels": kept,
+    }
+
+
 def text(found: Mapping[str, Any]) -> str:
     """A document for people: a line for each kernel, then each failure once, then why others were not offered."""
     return "\n".join(lines(found))
@@ -153,7 +179,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for kernel in found["kernels"]:
         counts = {status: sum(cell["status"] == status for cell in kernel["cells"]) for status in STATUSES}
         shown = f"{counts[PARITY]:4} parity {counts[REFUSED]:4} refused {counts[FAILED]:4} failed"
-        yield f"    {kernel['name']:{width}}  {kernel['status']:8}{shown} {kernel['seconds']:7.1f} s"
+        unrun = f" {counts[NOT_RUN]:4} not run" if counts[NOT_RUN] else ""
+        yield f"    {kernel['name']:{width}}  {kernel['status']:8}{shown}{unrun} {kernel['seconds']:7.1f} s"
     failures = [(kernel["name"], *each) for kernel in found["kernels"] for each in _failures(kernel["cells"])]
     if failures:
         yield from ("", "failures:")
@@ -171,7 +198,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"{len(found['kernels'])} kernels, {sum(counts.values()) - counts[ABSENT]} cells: {counts[PARITY]} parity, "
-        f"{counts[REFUSED]} refused, {counts[FAILED]} failed; {found['seconds']:.0f} s"
+        f"{counts[REFUSED]} refused, {counts[FAILED]} failed"
+        f"{f', {counts[NOT_RUN]} not run' if counts[NOT_RUN] else ''}; {found['seconds']:.0f} s"
     )
 
 

@@ -7,7 +7,8 @@ import torch
 
 from portable.conformance.cells import Case
 from portable.conformance.inputs import seed_of, unchanged
-from portable.conformance.measure import require
+from portable.conformance.measure import Departure
+from portable.conformance.move_faults import cells_wrongly, explaining, steps_wrongly
 from portable.kernel import Kernel, Op
 
 CELLS = 1500  # of a table
@@ -32,10 +33,13 @@ def check_refresh(kernel: Kernel, case: Case, device: str) -> None:
     for at, page in zip(index.tolist(), pages.tolist(), strict=True):
         if 0 <= at < CELLS:
             want[at] = page
-    index, pages, cells = index.to(device), pages.to(device), cells.to(device)
-    with unchanged(index, pages):
-        kernel.run(index, pages, cells)
-    require(torch.equal(cells.cpu(), want), "a cell of the table is wrong")
+    at, new, now = index.to(device), pages.to(device), cells.clone().to(device)
+    with unchanged(at, new):
+        kernel.run(at, new, now)
+    if not torch.equal(now.cpu(), want):
+        faults = cells_wrongly(cells, index.tolist(), pages.tolist())
+        kinds = explaining(faults, lambda wrong: torch.equal(wrong, now.cpu()))
+        raise Departure(f"{int((now.cpu() != want).sum())} cells of the table are wrong", *kinds)
 
 
 def check_advance(kernel: Kernel, case: Case, device: str) -> None:
@@ -48,8 +52,8 @@ def check_advance(kernel: Kernel, case: Case, device: str) -> None:
     table = torch.from_numpy(random.integers(0, 2**31, (count, width), dtype=np.int32))
     table = table[:, : -(-MOST // page_size)].to(device)
     before, slots = torch.full((count,), -7), torch.full((count,), -5, device=device)
-    positions = before.to(device) if case.lse else None
-    now, wanted = lens.to(device), []
+    positions = before.clone().to(device) if case.lse else None
+    now, wanted = lens.clone().to(device), []
     for length, row in zip(lens.tolist(), table.tolist(), strict=True):
         grows = 0 < length < MOST
         slot = row[length // page_size] * page_size + length % page_size if grows else -1
@@ -57,6 +61,16 @@ def check_advance(kernel: Kernel, case: Case, device: str) -> None:
     with unchanged(table):
         kernel.run(now, table, slots, positions, page_size, MOST)
     want_lens, want_slots, want_positions = (list(each) for each in zip(*wanted, strict=True))
-    require(now.tolist() == want_lens, "a length is wrong")
-    require(slots.tolist() == want_slots, "a slot is wrong")
-    require(positions is None or positions.tolist() == want_positions, "a position is wrong")
+    got = now.tolist(), slots.tolist(), None if positions is None else positions.tolist()
+    if got != (want_lens, want_slots, None if positions is None else want_positions):
+        given = (
+            lens.tolist(),
+            table.tolist(),
+            page_size,
+            MOST,
+            [-5] * count,
+            None if positions is None else [-7] * count,
+        )
+        kinds = explaining(steps_wrongly(*given), lambda wrong: wrong == got)
+        wrong = "a length" if got[0] != want_lens else "a slot" if got[1] != want_slots else "a position"
+        raise Departure(f"{wrong} is wrong", *kinds)

@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> int:
 
     matrix, source = lanes.read(args.file), args.file.as_posix()
     if args.write:
-        folder = Path(workflows.FOLDER)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in workflows.workflows(matrix, source).items():
-            (folder / name).write_text(text, encoding="utf-8")
-            print(f"{folder / name}: written")
+        for name, text in workflows.files(matrix, source).items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text, encoding="utf-8")
+            print(f"{name}: written")
         return 0
     if args.check:
         found = workflows.drift(matrix, source, Path())

@@ -68,7 +68,7 @@ def evidence(
     """
     for kernel in kernels:
         for run in committed(results, kernel):
-            yield Evidence(kernel.name, run["arch"], "measured", f"{results.name}: {run['card']}")
+            yield Evidence(kernel.name, run["arch"], run["level"], f"{results.name}: {run['card']}")
         for rule in matrix.rules:
             if any(fnmatchcase(kernel.name, pattern) for pattern in rule.kernels):
                 lane = matrix.lane(rule.lane)
@@ -220,7 +220,9 @@ def _state(lane: Lane, found: Results | None, jobs: Mapping[str, str] | None) ->
         return "not run"
     if job in ("failure", "cancelled") or (found is not None and _wrong(found)):
         return "failed"
-    return "passed" if found is not None or (job == "success" and lane.level is None) else "missing"
+    if lane.level is None:  # it proves nothing, and need not leave anything
+        return "passed" if job == "success" or found is not None else "not run"
+    return "passed" if found is not None and (found.tests or found.shown) else "missing"
 
 
 def _wrong(found: Results) -> bool:

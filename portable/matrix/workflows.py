@@ -11,11 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from portable.matrix.lanes import Lane, Matrix
+from portable.matrix.lanes import SELF_HOSTED, Lane, Matrix
 from portable.matrix.report import GATE
 
 HOSTED, DEVICES = "ci.yml", "devices.yml"
 FOLDER = ".github/workflows"
+LINT = ".github/actionlint.yaml"
 HEAD = "# Written by `portable matrix --write` from {source}; edit that file instead.\n"
 OUT = "lane"  # the folder of a lane's results, below the checkout
 Node = dict[str, Any]
@@ -27,6 +28,15 @@ def workflows(matrix: Matrix, source: str) -> dict[str, str]:
     if any(not lane.hosted for lane in matrix.lanes):
         made[DEVICES] = devices(matrix, source)
     return {name: HEAD.format(source=source) + text(node, matrix) for name, node in made.items()}
+
+
+def files(matrix: Matrix, source: str) -> dict[str, str]:
+    """Path -> text of all that is written: the workflows, and actionlint's list of one's own runners' labels."""
+    made = {f"{FOLDER}/{name}": each for name, each in workflows(matrix, source).items()}
+    labels = {label for lane in matrix.lanes if not lane.hosted for label in lane.runner} - {SELF_HOSTED}
+    if labels:
+        made[LINT] = HEAD.format(source=source) + text({"self-hosted-runner": {"labels": sorted(labels)}}, matrix)
+    return made
 
 
 def hosted(matrix: Matrix, source: str) -> Node:
@@ -166,15 +176,16 @@ def text(node: Node, matrix: Matrix) -> str:
 
 def drift(matrix: Matrix, source: str, root: Path) -> list[str]:
     """How the workflows below `root` differ from what the matrix makes, a sentence each."""
-    wanted = workflows(matrix, source)
+    wanted = files(matrix, source)
     found = []
     for name, made in wanted.items():
-        path = root / FOLDER / name
+        path = root / name
         if not path.exists():
-            found.append(f"{FOLDER}/{name} is not there")
+            found.append(f"{name} is not there")
         elif path.read_text(encoding="utf-8") != made:
-            found.append(f"{FOLDER}/{name} is not what {source} makes")
-    for path in sorted((root / FOLDER).glob("*.y*ml")):
-        if path.name not in wanted and path.read_text(encoding="utf-8").startswith(HEAD.partition("{")[0]):
-            found.append(f"{FOLDER}/{path.name} is of no lane any more")
+            found.append(f"{name} is not what {source} makes")
+    for path in sorted(path for folder in (FOLDER, ".github") for path in (root / folder).glob("*.y*ml")):
+        name = path.relative_to(root).as_posix()
+        if name not in wanted and path.read_text(encoding="utf-8").startswith(HEAD.partition("{")[0]):
+            found.append(f"{name} is of no lane any more")
     return found

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from portable import Attention, Batch, Layer, MlaAttention, allocate_cache, copies, detect
+from portable.cache import allocate_states
 from portable.kernel import KV, AttnOut
 from portable.layer import LayerTensors
-from portable.mamba_run import Mamba, allocate_states
+from portable.mamba_run import Mamba
 from portable.platform.emulated.driver import DEVICES
 from portable.states import SsmTensors
 

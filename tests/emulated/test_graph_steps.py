@@ -44,3 +44,16 @@ def test_replays_are_the_eager_run_and_near_the_reference(kind, monkeypatch):
         stack = Serving(KINDS[kind](), sizes, device="cpu", max_reqs=REQS, max_len=MOST, chunk=18, tolerance=3e-2)
         stack.run(8)
     assert stack.counts["decode"] and stack.counts["verify"]
+
+
+def test_steps_of_the_device_come_to_the_graph_by_one_launch(monkeypatch):
+    """Of a chunked layer, whose pages are read off the engine's own table."""
+    monkeypatch.setenv("PORTABLE_DEVICE", DEVICE)
+    for module in ("persistent", "refresh", "attention"):
+        monkeypatch.setattr(f"portable.{module}.near", lambda batch: False)
+    layer = Heads(Layer.gqa(**HEADS, chunk=2 * PAGE), 0, DEVICE, REQS * MOST // PAGE, LIMITS)
+    with graphs.using(Recorder(RULES["amd"], detect(DEVICE))):
+        sizes = [Size(REQS, queries) for queries in (1, 1 + DRAFTS)]
+        stack = Serving([layer], sizes, device="cpu", max_reqs=REQS, max_len=MOST, chunk=18, tolerance=3e-2, seed=1)
+        stack.run(6)
+    assert stack.replayed > 2

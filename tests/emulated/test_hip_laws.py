@@ -65,17 +65,19 @@ def test_a_step_of_bounds_is_cut_on_the_device():
         made = replace(build(KERNEL, case, "cpu").segment, exact=False, max_seq_len=1 << 20)
         prepared = prepare(made, case.layer)
     places = prepared.cut.blocks * (TARGET.compute_units or 64)
-    assert prepared.chunk == max(LEAST, prepared.cut.step) and places // 2 < prepared.splits * prepared.pairs <= places
+    assert prepared.chunk == max(LEAST, prepared.cut.step) and places // 2 < prepared.blocks <= places
 
 
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("flavour", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=lambda dtype: str(dtype)[6:])
-def test_a_nan_byte_of_a_key_that_is_seen_is_not_a_number(flavour: torch.dtype, part: str):
+@pytest.mark.parametrize("width", [64, 128])  # vector units and matrix units
+def test_a_nan_byte_of_a_key_that_is_seen_is_not_a_number(width: int, flavour: torch.dtype, part: str):
     given = next(c for c in CASES if c.layer.kv_dtype == flavour and c.layer.num_kv_heads > 1)
-    layer = replace(given.layer, window=(None, None), causal=True)
+    layer = replace(given.layer, window=(None, None), causal=True, qk_head_dim=width, v_head_dim=width)
     case = replace(given, layer=layer, causal=True, pages="nhd", lens=cells.LENS["extend"])
     with activate("gfx942"):
         inputs = build(KERNEL, case, "cpu")
+        assert inputs.segment.prepared.cut.matrix == (width == 128)
         table, pages = inputs.segment.block_table, getattr(inputs.kv, part)
         request = max(range(len(case.lens)), key=lambda r: case.lens[r][1] * (case.lens[r][0] > 0))
         assert table is not None

@@ -1,9 +1,10 @@
 """`flash_attn` 2 in four builds.
 
 Rows reproduced. LSE: "FA2 CUDA varlen >=2.6.0", "FA2 with_kvcache", "FA2-ROCm CK" [U: base, empty row, output],
-"FA2-ROCm Triton, FA283 in-tree", "FA2-ROCm Triton, via aiter main" [rows not visited stay 0; U: what an open right
-side is beside a bounded left, which aiter's prompt and decode kernels read differently]. Pages: "FA2 upstream",
-"FA2-ROCm CK", "FA2-ROCm Triton". Sections "FA2 CUDA", "ROCm flash-attn, CK backend", "ROCm flash-attn, Triton backend".
+"FA2-ROCm Triton, FA283 in-tree", "FA2-ROCm Triton, via aiter main" [rows not visited stay 0; an LSE [B, H, Sq] may be
+rounded up; U: what an open right side is beside a bounded left, which aiter's prompt and decode kernels read
+differently]. Pages: "FA2 upstream", "FA2-ROCm CK", "FA2-ROCm Triton". Sections "FA2 CUDA", "ROCm flash-attn, CK
+backend", "ROCm flash-attn, Triton backend".
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Build:
     ignores: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
     folds: bool = False
+    rounded: int = 0  # the queries of an LSE [B, H, Sq] are padded to a multiple of it; 0: they are not
     literal: bool = False  # a right side of -1 beside a bounded left is one key before the query's own
 
 
@@ -134,6 +136,8 @@ def module(build: Build) -> ModuleType:
             empty=build.empty,
         )
         out, lse = torch.stack(outs), torch.stack(lses) / math.log(build.base)
+        if build.rounded:
+            lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % build.rounded), value=torch.nan)
         return (out, lse) if return_softmax_lse else out
 
     made = ModuleType("flash_attn")

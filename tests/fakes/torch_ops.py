@@ -1,6 +1,8 @@
-"""`aten::_flash_attention_forward` on CPU tensors, behind torch's own schema, as each GPU build of torch behaves.
+"""torch's operators for GPUs on CPU tensors, behind torch's own schemas, as each build of torch behaves.
 
-Conventions 1.1 (rows "torch aten flash"), 1.3 and 9. What is not confirmed there is a field of `Readings`.
+`_flash_attention_forward`: conventions 1.1 (rows "torch aten flash"), 1.3 and 9. What SDPA calls, memory-efficient and
+of cuDNN: 1.1 (rows "torch efficient (CUDA)" and "torch cudnn"), 1.3 and 9. What is not confirmed there is a field of
+`Readings`, or of `Sdpa`.
 """
 
 from __future__ import annotations
@@ -95,6 +97,72 @@ def installed(readings: Readings) -> Iterator[list[dict[str, object]]]:
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """One reading of what is not known of the operators below `scaled_dot_product_attention`."""
+
+    empty_out: float = 0.0
+    empty_lse: float = float("inf")
+    padding: float = float("inf")  # of an LSE that is rounded up
+    lse_factor: float = 1.0  # 1 / ln 2: in base 2
+    bottom_right: bool = False
+
+
+@contextmanager
+def sdpa_installed(readings: Sdpa) -> Iterator[list[tuple[str, bool]]]:
+    """Both operators have a CPU kernel inside; gives the list of their calls: which, and whether causal."""
+    calls: list[tuple[str, bool]] = []
+
+    def computed(q, k, v, bias, causal, scale):
+        assert q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2], "[B, H, S, D], no GQA"
+        assert q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2]
+        assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in (q, k, v))
+        scores = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if bias is not None:
+            assert bias.dtype == q.dtype and bias.shape == scores.shape, "attn_bias: wrong shape"
+            scores = scores + bias.double()
+        if causal:
+            assert bias is None, "explicit attn_bias should not be set when is_causal=True"
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            seen = seen.tril(scores.shape[-1] - scores.shape[-2] if readings.bottom_right else 0)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1)
+        blind = lse.isneginf()
+        out = torch.softmax(scores, -1) @ v.double()
+        out = out.masked_fill(blind[..., None], readings.empty_out).to(q.dtype)
+        return out, (lse.masked_fill(blind, readings.empty_lse) * readings.lse_factor).float()
+
+    def efficient(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+    ):  # fmt: skip
+        calls.append(("efficient", is_causal))
+        assert dropout_p == 0 and compute_log_sumexp
+        for stride in () if attn_bias is None else attn_bias.stride()[:3]:
+            assert stride * attn_bias.itemsize % 16 == 0, "attn_bias is not correctly aligned"
+        out, lse = computed(query, key, value, attn_bias, is_causal, scale)
+        rounded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=readings.padding)
+        return out, rounded, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
+
+    def cudnn(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+        scale=None,
+    ):  # fmt: skip
+        calls.append(("cudnn", is_causal))
+        assert dropout_p == 0 and compute_log_sumexp and not return_debug_mask
+        assert query.dtype in HALVES and max(query.shape[-1], value.shape[-1]) <= 128
+        out, lse = computed(query, key, value, attn_bias, is_causal, scale)
+        none = torch.empty(0, dtype=torch.int64)
+        return out, lse[..., None], none, none, query.shape[2], key.shape[2], none, none, torch.empty(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn, "CPU")
     try:
         yield calls
     finally:

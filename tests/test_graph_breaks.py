@@ -1,0 +1,325 @@
+"""Attempts to break graphs: failing captures, dropped objects, modes, slots that are used for everything in turns."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from launched import captured
+from recording import RULES, CaptureError, Recorder
+
+from portable import Attention, Batch, Layer, Mamba, MlaAttention, UnsupportedError
+from portable.backends import reference, reference_mamba, reference_steps
+from portable.block_table import BlockTable
+from portable.graphs import Graphs
+from portable.padding import padded
+from portable.platform.graphs import recording, using
+from portable.sizes import Size, ladder
+
+PAGE, WIDTH, REQS, PAGES = 4, 8, 5, 60
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+LIMITS = {"page_size": PAGE, "device": "cpu", "max_reqs": REQS, "max_tokens": 40, "max_seq_len": PAGE * WIDTH}
+ORACLES = (*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS)
+ROWS = np.arange(REQS * WIDTH).reshape(REQS, WIDTH)  # pages of each request
+
+
+@pytest.fixture
+def recorder(request, monkeypatch):
+    """A vendor's runtime (the stricter one's), and the reference as kernels that it captures."""
+    kernels = captured(*ORACLES)
+    monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
+    recorder = Recorder(RULES[getattr(request, "param", "amd")])
+    with using(recorder):
+        yield recorder
+
+
+class World:
+    """Attention over pages, its caches, and what it is asked for at random."""
+
+    def __init__(self, seed=0, **layer):
+        self.attn, self.rng = Attention(Layer.gqa(**HEADS, **layer), **LIMITS), np.random.default_rng(seed)
+        self.cache = tuple(torch.randn(PAGES, PAGE, 2, 8) for _ in range(2))
+
+    def forward(self, plans, q, k, v):
+        self.attn.write(k, v, self.cache, plans[0])
+        return self.attn.run(q, self.cache, plans[0]).out
+
+    def graphs(self, sizes, **options):
+        return Graphs(self.forward, [self.attn], sizes, **options)
+
+    def step(self, queries=1, reqs=None):
+        """Of any number of requests, on pages in any order, with a table of any width that holds them."""
+        rng, rows = self.rng, self.rng.integers(0, REQS + 1) if reqs is None else reqs
+        new = np.full(rows, queries)
+        lens = new + rng.integers(0, PAGE * WIDTH - queries + 1, rows) // rng.integers(1, 9)
+        width = max(int(-(-lens.max(initial=1) // PAGE)), int(rng.integers(1, WIDTH + 4)))
+        table = np.full((rows, width), PAGES - 1)
+        table[:, :WIDTH] = rng.permuted(ROWS, axis=1)[rng.permutation(REQS)[:rows], :width]
+        return Batch.from_lens(new, lens, block_table=table, page_size=PAGE)
+
+    def inputs(self, step):
+        return tuple(torch.randn(step.num_tokens, heads, 8) for heads in (4, 2, 2))
+
+    def right(self, step, q):
+        """By a plan of the step as it is, once its tokens are written."""
+        return self.attn.run(q, self.cache, self.attn.plan(step, slot=99)).out
+
+    def check(self, graphs, step):
+        given = self.inputs(step)
+        torch.testing.assert_close(graphs(step, *given), self.right(step, given[0]))
+
+
+@pytest.mark.parametrize("layer", [{}, {"window": 6}, {"chunk": 8}], ids=["full", "window", "local"])
+def test_slots_that_are_planned_padded_and_as_they_are_in_turns(recorder, layer):
+    """Two objects, whose slots are used for padded and for other plans as well; batches of none to all requests."""
+    world, kinds = World(**layer), set()
+    sizes = [*ladder(REQS), *ladder(REQS, queries=4)], [Size(REQS), Size(REQS, 4), Size(REQS, 6, tokens=24)]
+    objects = [world.graphs(each, slot=10 * i) for i, each in enumerate(sizes)]
+    for _ in range(60):
+        graphs, step = objects[world.rng.integers(2)], world.step(world.rng.choice([1, 4]))
+        q, k, v = world.inputs(step)
+        kind = str(world.rng.choice(["graph", "graph", "padded", "as it is"]))
+        if kind == "graph":
+            out = graphs(step, q, k, v)
+        elif kind == "padded":
+            size = graphs.size_of(step)
+            more = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, size.padded_tokens - len(x))) for x in (q, k, v)]
+            out = world.forward([world.attn.plan(step, pad_to=size, slot=graphs.slot)], *more)
+            assert not out[step.num_tokens :].any()
+            out = out[: step.num_tokens]
+        else:
+            out = world.forward([world.attn.plan(step, slot=graphs.slot)], q, k, v)
+        kinds.add((kind, step.num_reqs))
+        torch.testing.assert_close(out, world.right(step, q), msg=lambda text, kind=kind: f"{kind}: {text}")
+    assert {("graph", 0), ("graph", REQS), ("padded", 0)} <= kinds
+
+
+def test_a_table_that_is_written_read_by_part_and_left_alone_in_turns(recorder):
+    """Rows of a `BlockTable` that grow, shrink, move and go, with arrays of the host in between, on two slots."""
+    world, table, lens = World(seed=3), BlockTable(REQS, WIDTH), np.zeros(REQS, np.int64)
+    objects = [world.graphs(ladder(REQS), slot=slot) for slot in (0, 4)]
+    for turn in range(50):
+        rng, row = world.rng, int(world.rng.integers(REQS))
+        lens[row] = rng.integers(1, PAGE * WIDTH)
+        pages = rng.permutation(ROWS[row])[: -(-lens[row] // PAGE)]
+        table.clear(row)
+        table.write(row, 0, pages)
+        if turn % 7 == 0:  # requests trade their places, pages and all
+            other, kept = (row + 1) % REQS, table.pages[row].copy()
+            table.move(other, row)
+            table.write(other, 0, kept)
+            lens[[row, other]] = lens[[other, row]]
+        live = int(rng.integers(0, REQS + 1))
+        live = live if lens[:live].all() else int((lens == 0).argmax())
+        given = table if turn % 3 else table.pages[:live].copy()
+        world.check(
+            objects[rng.integers(2)], Batch.from_lens([1] * live, lens[:live], block_table=given, page_size=PAGE)
+        )
+
+
+@pytest.mark.parametrize("recorder", RULES, indirect=True)
+def test_a_capture_that_fails_leaves_all_as_it_was(recorder):
+    world = World()
+    good, step = world.graphs([1, REQS], slot=5), world.step(reqs=3)
+    world.check(good, step)
+    faults = {
+        "reads": (lambda *x: float(x[0].sum()), CaptureError),
+        "waits": (lambda *x: recorder.synchronize(), CaptureError),
+        "raises": (lambda *x: {}["thrown"], KeyError),
+    }
+    for name, (fault, error) in faults.items():
+        now = [True]
+
+        def forward(plans, *given, name=name, now=now, fault=fault):
+            out = world.forward(plans, *given)
+            if now[0] and (name != "raises" or recorder.is_current_stream_capturing()):
+                fault(out)
+            return out
+
+        graphs = Graphs(forward, [world.attn], [2, REQS])
+        with pytest.raises(error):
+            graphs(step, *world.inputs(step))
+        assert not graphs.captured and not recorder.is_current_stream_capturing()
+        assert recorder.current_stream() == "the caller's"
+        world.check(good, step)
+        now[0] = False
+        world.check(graphs, step)
+        world.check(graphs, world.step(reqs=2))
+        assert graphs.captured == (Size(REQS), Size(2))
+
+
+def test_a_capture_that_the_runtime_gives_up_tells_what_was_wrong_in_it():
+    """As torch does it: its error at the end hides the one before, and it stays on the stream of the capture."""
+
+    class Module:
+        stream, CUDAGraph = 0, object
+
+        def current_stream(self, device):
+            return self.stream
+
+        def set_stream(self, stream):
+            self.stream = stream
+
+        @contextmanager
+        def graph(self, graph, pool=None):
+            self.stream = 1
+            try:
+                yield
+            except ValueError:
+                raise RuntimeError("operation failed due to a previous error during capture") from None
+            self.stream = 0
+
+    module, device = Module(), torch.device("cpu")
+    with recording(module, object(), device):
+        pass
+    with pytest.raises(ValueError, match="read a tensor") as found, recording(module, object(), device, pool=(0, 1)):
+        raise ValueError("read a tensor")
+    assert "previous error" in str(found.value.__cause__) and module.stream == 0
+
+
+def test_an_object_is_dropped_while_another_one_runs(recorder):
+    world = World()
+    keep, views = world.graphs(ladder(REQS)), []
+    for turn in range(3):
+        other = world.graphs([*ladder(REQS), *ladder(REQS, queries=2)], slot=3)
+        for reqs in (1, 3, 5):
+            world.check(keep, world.step(reqs=reqs))
+            world.check(other, world.step(queries=1 + turn % 2, reqs=reqs))
+        step = world.step(reqs=4)
+        given = world.inputs(step)
+        views.append((other(step, *given), world.right(step, given[0])))
+        del other
+        gc.collect()
+        world.check(keep, world.step(reqs=2))
+    for out, right in views:  # a result outlives the object that it came from
+        torch.testing.assert_close(out, right)
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("made", [True, False])
+def test_what_is_made_in_inference_mode_is_used_outside_and_the_other_way_round(recorder, made, used):
+    world = World()
+    graphs = world.graphs([REQS, Size(REQS, 2)])
+    for turn, mode in enumerate((made, used, made, used)):
+        with torch.inference_mode(mode):
+            world.check(graphs, world.step(queries=1 + turn % 2, reqs=1 + turn))
+            plan = world.attn.plan(world.step(reqs=2), pad_to=REQS, slot=7)
+            world.attn.plan(world.step(reqs=2), slot=7)
+            assert not plan.batch.seq_lens.is_inference() and not plan.batch.block_table.is_inference()
+
+
+def test_padded_plans_lie_in_the_callers_workspace(recorder):
+    for attn in (
+        Attention(Layer.gqa(**HEADS, chunk=8), **LIMITS),
+        MlaAttention(Layer.mla(num_heads=2, kv_lora_rank=16, qk_rope_head_dim=4, dtype=torch.float32), **LIMITS),
+    ):
+        need, step = attn.workspace_bytes(slots=2), World().step(reqs=3)
+        memory = torch.full((need,), 7, dtype=torch.uint8)
+        attn.use_workspace(memory[1:])  # of any address
+        for slot in range(2):
+            batch = attn.plan(step, pad_to=4, slot=slot).batch
+            for tensor in (batch.seq_lens, batch.block_table, batch.slot_mapping):
+                assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + need
+                assert tensor.data_ptr() % 16 == 0
+        with pytest.raises(ValueError, match=r"workspace has \d+ bytes left, and a slot takes \d+"):
+            attn.plan(step, pad_to=4, slot=2)
+        attn.plan(step, pad_to=2 + REQS // 2, slot=1)  # a slot that has its memory keeps it
+    for wrong in (torch.zeros(9), torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(18, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match=r"workspace is torch.* on cpu; it must be \[n\] uint8 on cpu, dense"):
+            attn.use_workspace(wrong)
+    with torch.inference_mode(), pytest.raises(ValueError, match="workspace is an inference tensor"):
+        attn.use_workspace(torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="slots is 0"):
+        attn.workspace_bytes(slots=0)
+
+
+def test_steps_of_other_kinds_keep_memory_of_their_own(recorder):
+    """The same size with slots and without, causal and not, on one slot: what a graph of one reads, another leaves."""
+    world = World()
+    first, second = world.step(reqs=3), world.step(reqs=2)
+    kinds = [
+        (lambda step: step),
+        lambda step: replace(step, slot_mapping=None),
+        lambda step: replace(step, causal=False),
+    ]
+    for _ in range(3):
+        for kind in kinds:
+            for step in (first, second):
+                plan = world.attn.plan(kind(step), pad_to=4)
+                assert plan.batch.seq_lens.tolist() == [*step.host_seq_lens, *[0] * (4 - step.num_reqs)]
+                assert (plan.batch.slot_mapping is None) is (kind is kinds[1])
+
+
+def test_what_finished_requests_left_in_padded_rows_stays_out_of_the_plan(recorder):
+    """An engine's own padding, whose lengths and flags are those of requests that are gone."""
+    world, computed = World(), np.array([9, 20, 3, 0], np.int32)
+    new, prompt = np.array([1, 1, 0, 0], np.int32), np.array([5, 8, 100, 7])
+    batch = Batch.from_tensors(
+        torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32),
+        torch.from_numpy(computed + new),
+        torch.from_numpy(ROWS[:4].astype(np.int32)),
+        torch.tensor([2 * PAGE + 1, WIDTH * PAGE + 20]),
+        page_size=PAGE,
+        is_prefilling=computed < prompt,
+        num_reqs=2,
+    )
+    graphs = world.graphs([4])
+    world.check(graphs, replace(batch, is_prefilling=None))
+    plan = world.attn.plan(batch, pad_to=4)
+    assert plan.batch.seq_lens.tolist() == [10, 21, 0, 0] and plan.batch.slot_mapping.tolist()[2:] == [-1, -1]
+    assert not plan.batch.block_table[2:].any()
+    slots = np.array([[5], [2], [7], [2]])
+    mamba = Mamba(Layer.mamba2(num_heads=2, head_dim=4, state_dim=8, dtype=torch.float32), device="cpu", max_reqs=4)
+    assert mamba.plan(batch, slots, pad_to=4).decode.state_indices.flatten().tolist() == [5, 2, -1, -1]
+
+
+def test_lengths_of_any_integer_type_come_to_where_the_capture_read_them(recorder):
+    """Captured at four times 1; then three requests and a pad, then four of 3, each on other pages."""
+    world, where = World(), set()
+    graphs = world.graphs([4])
+    for lens in ([1, 1, 1, 1], [5, 9, 2], [3, 3, 3, 3]):
+        for dtype in (np.int64, np.int32):
+            table = world.rng.permutation(PAGES)[: len(lens) * WIDTH].reshape(-1, WIDTH).astype(dtype)
+            lengths = np.array(lens, dtype)
+            step = Batch.from_lens(np.ones_like(lengths), lengths, block_table=table, page_size=PAGE)
+            world.check(graphs, step)
+            plan = world.attn.plan(step, pad_to=4)
+            wanted = padded(step, Size(4))
+            for name in ("cu_seqlens_q", "seq_lens", "slot_mapping", "block_table"):
+                there = getattr(plan.batch, name)
+                assert torch.equal(there, getattr(wanted, name)), name
+                where.add((name, there.data_ptr()))
+    assert len(where) == 4
+
+
+def test_objects_may_share_a_slot_and_inputs_may_want_gradients(recorder):
+    """Each call plans anew, so what another one left in the slot is gone."""
+    world = World()
+    objects = [world.graphs(ladder(REQS)) for _ in range(2)]
+    for turn in range(12):
+        step = world.step(reqs=1 + turn % REQS)
+        given = [x.requires_grad_(turn % 3 == 0) for x in world.inputs(step)]
+        with torch.no_grad():
+            wanted = objects[turn % 2](step, *given).clone()
+            torch.testing.assert_close(wanted, world.right(step, given[0]))
+        assert torch.equal(objects[turn % 2](step, *given), wanted)
+
+
+def test_chunks_do_not_advance_on_the_device(recorder):
+    world = World(chunk=8)
+    with pytest.raises(UnsupportedError, match="pad_to has ahead 2; a layer with chunks does not advance"):
+        world.attn.plan(world.step(reqs=1), pad_to=Size(2, ahead=2))
+
+
+def test_more_sizes_take_no_more_memory(recorder):
+    """Their tables are views of one, and not a copy for each."""
+    world, where, prepared = World(), set(), 0
+    for size in (*ladder(REQS), Size(REQS, 4), Size(REQS, 6, tokens=24)):
+        plan = world.attn.plan(world.step(size.queries, reqs=1), pad_to=size)
+        where.add(plan.batch.block_table.data_ptr())
+        prepared += plan.segments[0][0].prepared.nbytes
+    assert len(where) == 1 and world.attn.workspace_bytes() < world.attn.workspace_bytes(slots=1) + prepared
