@@ -44,22 +44,26 @@ class Views:
         found = self._kept.get(id(k))
         if found is not None:
             view: View
-            view, of, at, strides, of_v, v_at, v_strides = found
-            # a tensor may be given other memory in place
-            same = of() is k and at == k.data_ptr() and strides == k.stride()
-            if same and (v is None or (of_v() is v and v_at == v.data_ptr() and v_strides == v.stride())):
+            view, of, facts, of_v, v_facts = found
+            same = of() is k and (of_v is None if v is None else of_v is not None and of_v() is v)
+            # a tensor may be given other memory in place, or another size or dtype
+            if same and facts == _facts(k) and (v is None or v_facts == _facts(v)):
                 return view
         if self._reach is not None:
             self._reach.check(kv, pages=True)
         view = self._make(KV(k.data, None if v is None else v.data))  # views of `k` itself would keep it alive
 
         def forget(dead: object, key: int = id(k)) -> None:
-            if (kept := self._kept.get(key)) is not None and dead in (kept[1], kept[4]):
+            if (kept := self._kept.get(key)) is not None and dead in (kept[1], kept[3]):
                 del self._kept[key]
 
-        facts = [(None, 0, ()) if each is None else (ref(each, forget), each.data_ptr(), each.stride()) for each in kv]
+        facts = [(None, None) if each is None else (ref(each, forget), _facts(each)) for each in kv]
         self._kept[id(k)] = view, *facts[0], *facts[1]
         return view
+
+
+def _facts(cache: torch.Tensor) -> tuple[Any, ...]:
+    return cache.data_ptr(), cache.shape, cache.stride(), cache.dtype
 
 
 class Aliases:
@@ -84,7 +88,7 @@ class Aliases:
         self._kept: dict[tuple[int, torch.Size, torch.dtype], Any] = {}  # None: met once
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() or not tensor.numel():  # without elements all have the address 0
             return self.make(tensor)
         key = tensor.data_ptr(), tensor.shape, tensor.dtype
         found = self._kept.get(key)

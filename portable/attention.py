@@ -211,6 +211,9 @@ class Attention(PaddedPlans[MhaPlan]):
         self._plans[plan.handle] = plan
         return plan
 
+    def _lost(self, handle: int) -> None:
+        self._plans.pop(handle, None)
+
     def _slot(self, slot: int) -> Slot:
         if slot not in self._slots:
             at_least(0, slot=slot)

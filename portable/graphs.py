@@ -12,6 +12,7 @@ import torch
 from portable.arguments import at_least, checked, named
 from portable.batch import Batch
 from portable.ops import on_device
+from portable.persistent import kind_of
 from portable.platform.graphs import plain, recording
 from portable.platform.graphs import runtime as runtime_of
 from portable.sizes import Size, least
@@ -20,6 +21,7 @@ log = logging.getLogger("portable")
 
 Asked = Batch | Mapping[str, Any]  # the step of one object, or all the arguments of its `plan`
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+Key = tuple[Size, tuple[tuple[bool | None, bool, bool, int], ...]]  # and what a graph freezes of each step beside it
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,7 @@ class Graphs:
         if self._runtime is None:
             raise RuntimeError(f"{self.device} has no graphs; run fn on its own plans")
         self._pool: Any = None
-        self._captured: dict[Size, Captured] = {}
+        self._captured: dict[Key, Captured] = {}
 
     @named
     def size_of(self, steps: Asked | Sequence[Asked]) -> Size:
@@ -108,10 +110,14 @@ class Graphs:
             What fn gives, cut to [num_tokens, ...]: views that the next call overwrites.
         """
         each = self._each(steps)
-        size = self.size_of(each)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size, each, inputs)
-        captured = self._captured[size]
+        size, tokens = self.size_of(each), _batch(each[0]).num_tokens
+        for x in inputs:
+            if len(x) != tokens:
+                raise ValueError(f"an input has {len(x)} rows; the step has {tokens} new tokens")
+        key = _key(size, each)
+        if key not in self._captured:
+            self._captured[key] = self._capture(size, each, inputs)
+        captured = self._captured[key]
         plans = self._plan(each, size)
         self._fill(captured, inputs)
         if captured.graph is None:
@@ -120,7 +126,6 @@ class Graphs:
         else:
             captured.graph.replay()
         outputs = captured.outputs
-        tokens = _batch(each[0]).num_tokens
         return outputs[:tokens] if isinstance(outputs, torch.Tensor) else tuple(x[:tokens] for x in outputs)
 
     @named
@@ -131,8 +136,9 @@ class Graphs:
             steps, inputs: like those to come, of any number of requests and tokens: their kinds count.
         """
         for size in sorted(self.sizes, key=lambda size: -size.padded_tokens):
-            if size not in self._captured:
-                self._captured[size] = self._capture(size, self._each(steps), inputs)
+            each = self._each(steps)
+            if (key := _key(size, each)) not in self._captured:
+                self._captured[key] = self._capture(size, each, inputs)
         return self.nbytes
 
     @property
@@ -143,7 +149,7 @@ class Graphs:
     @property
     def captured(self) -> tuple[Size, ...]:
         """The sizes that have a graph."""
-        return tuple(size for size, each in self._captured.items() if each.graph is not None)
+        return tuple(dict.fromkeys(size for (size, _), each in self._captured.items() if each.graph is not None))
 
     def _each(self, steps: Asked | Sequence[Asked]) -> list[Asked]:
         each = [steps] * len(self.attentions) if isinstance(steps, Batch | Mapping) else list(steps)
@@ -204,6 +210,10 @@ class Graphs:
         """Bytes that torch has of the device."""
         reserved = getattr(self._runtime, "memory_reserved", None)
         return int(reserved(self.device)) if reserved is not None else 0
+
+
+def _key(size: Size, each: Sequence[Asked]) -> Key:
+    return size, tuple(kind_of(_batch(asked)) for asked in each)
 
 
 def _batch(asked: Asked) -> Batch:

@@ -14,6 +14,19 @@ Entries = tuple[npt.NDArray[np.int64], Int32]  # places in the table, row * widt
 NOTHING: Entries = (np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
+def check_reach(batch: Batch, ahead: int, width: int) -> int:
+    """Pages that the longest sequence reads, with `ahead` more tokens, once its table and one of `width` have them."""
+    table = batch.block_table
+    assert table is not None
+    reach = cdiv(batch.max_seq_len + ahead, batch.page_size) if batch.num_reqs else 0
+    if reach > min(table.shape[1], width):
+        raise ValueError(
+            f"block_table is {table.shape[1]} wide; sequences of {batch.max_seq_len} tokens and {ahead} more read "
+            f"{reach} pages, of {width} at most"
+        )
+    return reach
+
+
 class Mirror:
     """The rows of requests in a table of `rows` x `width` on the device, which begins with zeros.
 
@@ -29,6 +42,7 @@ class Mirror:
         self._source: BlockTable | None = None  # whose entries the device has, up to a version
         self._version = 0
         self._known = True  # whether `pages` or the source say what the device has
+        self._negative = False  # whether `pages` has any, behind what sequences reach
         self._live = self._reach = 0  # rows and columns of `pages` that are not 0
         self.used = 0  # rows that any step had
 
@@ -44,20 +58,14 @@ class Mirror:
         """
         table = batch.block_table
         assert table is not None
-        live = batch.num_reqs
-        reach = cdiv(batch.max_seq_len + ahead, batch.page_size) if live else 0
-        if reach > min(table.shape[1], self.width):
-            raise ValueError(
-                f"block_table is {table.shape[1]} wide; sequences of {batch.max_seq_len} tokens and {ahead} more read "
-                f"{reach} pages, of {self.width} at most"
-            )
-        source = batch.pages
-        if source is not None and source.address == table.data_ptr() and source.pages.shape[1] == self.width:
+        live, reach, source = batch.num_reqs, check_reach(batch, ahead, self.width), batch.pages
+        rows = table.stride(0)  # not the width of a table of every other row
+        if source is not None and source.address == table.data_ptr() and source.pages.shape[1] == self.width == rows:
             return self._of_source(source)
         if self._source is not None:
             self._source, self._known = None, False
         self.used = max(self.used, live)
-        return self._of_array(batch, live, reach)
+        return self._of_array(batch, live, reach, ahead)
 
     def _of_source(self, source: BlockTable) -> Entries | None:
         rows = min(len(source.pages), len(self.pages))
@@ -72,7 +80,7 @@ class Mirror:
             places = places[places < rows * self.width]
         return places, source.pages.reshape(-1)[places]
 
-    def _of_array(self, batch: Batch, live: int, reach: int) -> Entries | None:
+    def _of_array(self, batch: Batch, live: int, reach: int, ahead: int) -> Entries | None:
         assert batch.block_table is not None
         given: Int32 = batch.block_table.numpy()
         pages, width = self.pages, reach
@@ -87,8 +95,11 @@ class Mirror:
         if changed.size:
             row, column = np.divmod(changed, width)
             found = wanted[row, column]
-            if found.min() < 0:
-                check_pages(given[:live], batch.host_seq_lens[:live], batch.page_size)
+        if self._negative or (changed.size and found.min() < 0):
+            seq_lens = batch.host_seq_lens if batch.exact else batch.seq_lens.numpy()
+            check_pages(given[:live], seq_lens[:live] + ahead, batch.page_size)
+            self._negative = bool((wanted[:, :reach] < 0).any())
+        if changed.size:
             place = row * self.width + column
             pages[row, column] = found
         if live < self._live or reach < self._reach:

@@ -59,22 +59,28 @@ class MlaSlot:
         if isinstance(step, Parts):
             batch, parts = step.step, step.batches
             segments = MlaSegments((), (), tuple(self._planned(part, True) for part in parts))
-            self._ways = {False: segments, True: segments}
+            ways = {False: segments, True: segments}
         else:
             batch, parts = step, ()
             segments = self._planned(step, False)
-            self._ways = {False: segments}
+            ways = {False: segments}
         of_cache, write = parts[0] if parts else batch, None
         if batch.slot_mapping is not None:
             write = self.kernels(Op.CACHE_WRITE, Needs(page_size=of_cache.page_size))
-        self._step, self.plan = step_facts(of_cache), MlaPlan(batch, segments, write, self.handle, parts=parts)
+        # set at the end: a step that cannot be planned leaves the last plan whole
+        self._step, self._ways = step_facts(of_cache), ways
+        self.plan = MlaPlan(batch, segments, write, self.handle, parts=parts)
         return self.plan
 
     def renew_padded(self, batch: Batch, size: Size, memory: Callable[[], Persistent]) -> MlaPlan:
         """The plan of a step that is padded to a size, in the slot's memory, which is made at the first one."""
         if self._refresh is None:
             self._refresh = Refresh(self.layer, self.kernels, Op.MLA_DECODE, memory())
-        work = self._refresh.plan(batch, size)
+        try:
+            work = self._refresh.plan(batch, size)
+        finally:
+            if self._refresh.memory.filling:
+                self.plan = None
         self._ways, self._step = {}, work.facts
         if work.segments is None:
             work.segments = MlaSegments((work.ways[False],), ())

@@ -76,8 +76,14 @@ class PaddedPlans(Generic[Plan]):
         return size
 
     def _renew_padded(self, step: Batch, size: Size, slot: int) -> Plan:
+        held = self._slot(slot)
         with ops.on_device(self.device):
-            return self._kept(self._slot(slot).renew_padded(step, size, self._memory))
+            try:
+                plan = held.renew_padded(step, size, self._memory)
+            finally:
+                if held.plan is None:  # what it read is overwritten
+                    self._lost(held.handle)
+        return self._kept(plan)
 
     @named
     def use_workspace(self, workspace: torch.Tensor) -> None:
@@ -125,6 +131,9 @@ class PaddedPlans(Generic[Plan]):
 
     def _kept(self, plan: Plan) -> Plan:
         return plan
+
+    def _lost(self, handle: int) -> None:
+        """The plan of a slot is gone."""
 
     def _slot(self, slot: int) -> Any:
         raise NotImplementedError

@@ -18,7 +18,7 @@ from portable.batch import Batch
 from portable.kernel import Kernel
 from portable.layer import UnsupportedError
 from portable.lengths import Int32
-from portable.mirror import NOTHING, Entries, Mirror
+from portable.mirror import NOTHING, Entries, Mirror, check_reach
 from portable.padding import write_cu
 from portable.platform.graphs import plain
 from portable.ragged import cdiv
@@ -84,6 +84,12 @@ class Step:
         }
 
 
+def kind_of(batch: Batch) -> tuple[bool | None, bool, bool, int]:
+    """What a graph freezes of a step beside its size."""
+    causal = batch.causal if isinstance(batch.causal, bool) else None
+    return causal, batch.slot_mapping is None, batch.self_attention, batch.page_size
+
+
 class Room(NamedTuple):
     """What a plan slot takes of the device, for steps of so many requests and tokens, over tables of so many columns.
 
@@ -144,6 +150,7 @@ class Persistent:
         room = Room(reqs, tokens, cdiv(seq_len, page_size))
         self.rows, self.width = room.rows, room.width
         self.mirror = Mirror(reqs, self.width)
+        self.filling = False  # a step is on its way, or failed there: what the last one brought is gone
         self._entries, lens, known = room.entries, room.lens, room.known
         more = room.nbytes - lens - known.nbytes
         self.staging = Staging(lens + known.nbytes, device, more=more, block=block(room.nbytes))
@@ -165,9 +172,7 @@ class Persistent:
             UnsupportedError: requests differ in being causal, in a size where their tokens may stand anywhere.
         """
         size.check(batch)
-        causal = batch.causal if isinstance(batch.causal, bool) else None
-        kind = causal, batch.slot_mapping is None, batch.self_attention, batch.page_size
-        last = self._last
+        kind, last = kind_of(batch), self._last
         if last is not None and last[0] is size and last[1] == kind:
             return last[2]
         found = self._steps.get((size, kind))
@@ -230,7 +235,9 @@ class Persistent:
         """
         live, tokens, size = batch.num_reqs, batch.num_tokens, step.size
         here = near(batch)
+        check_reach(batch, size.ahead, self.width)
         entries = self.mirror.changes(batch, size.ahead) if here else NOTHING
+        self.filling = True
         turn = self.staging.turn()
         cu, seq_lens, slots, causal, padding, block = step.turns[turn]
         if not size.uniform:

@@ -45,6 +45,7 @@ class Refresh:
         self.layer, self.choose, self.op, self.memory = layer, choose, op, memory
         self._works: dict[Step, Work] = {}
         self._now: Work | None = None
+        self._advanced = 0  # tokens since the newest plan
         self._grown: dict[bool, Segment] = {}  # of `advance` since the newest plan, instead of what that prepared
         self._recorded = False  # whether that was part of a capture, which computes nothing itself
 
@@ -59,6 +60,8 @@ class Refresh:
         if capturing(self.memory.device):
             raise RuntimeError("plan was called while a graph is captured; plan before the capture, and before replays")
         step = self.memory.step_of(batch, size)
+        if self.memory.filling:  # of the last step that failed nobody knows what arrived
+            self.memory.mirror.forget(0)
         work = self._works.get(step)
         if work is not None:
             if self.memory.fill(step, batch, work.pads, self._collect(batch)) or work.prepares:
@@ -66,7 +69,7 @@ class Refresh:
                     again()
         else:
             work = self._works[step] = self._made(step, batch)
-        self._now = work
+        self._now, self._advanced, self.memory.filling = work, 0, False
         self._grown = {}
         return work
 
@@ -83,6 +86,9 @@ class Refresh:
             raise ValueError(f"the plan is of {step.size}; a step that advances has one new token for each request")
         if not step.size.ahead:
             raise ValueError(f"the plan is of {step.size} with ahead 0; say how many tokens its requests grow by")
+        if self._advanced >= step.size.ahead:
+            raise ValueError(f"the plan has advanced {self._advanced} times; {step.size} brings the pages of no more")
+        self._advanced += 1
         assert batch.block_table is not None
         positions = torch.zeros(batch.padded_reqs, dtype=torch.int64, device=self.memory.device)
         slots = torch.empty_like(positions) if batch.slot_mapping is None else batch.slot_mapping

@@ -49,19 +49,23 @@ class Slot:
     def renew(self, parts: tuple[Batch, ...]) -> MhaPlan:
         """The plan of a new step; what an earlier one held is gone."""
         step, way = parts[-1], (True, len(parts) > 1)
-        self._step = step_facts(parts[0])
-        self._ways = {way: self._segments(parts, *way)}
-        write = None
+        segments, write = self._segments(parts, *way), None
         if step.slot_mapping is not None:
             write = self.kernels(Op.CACHE_WRITE, Needs(page_size=parts[0].page_size))
-        self.plan = MhaPlan(parts, self._ways[way], write, self.handle)
+        # set at the end: a step that cannot be planned leaves the last plan whole
+        self._step, self._ways = step_facts(parts[0]), {way: segments}
+        self.plan = MhaPlan(parts, segments, write, self.handle)
         return self.plan
 
     def renew_padded(self, batch: Batch, size: Size, memory: Callable[[], Persistent]) -> MhaPlan:
         """The plan of a step that is padded to a size, in the slot's memory, which is made at the first one."""
         if self._refresh is None:
             self._refresh = Refresh(self.layer, self.kernels, Op.PAGED, memory())
-        work = self._refresh.plan(batch, size)
+        try:
+            work = self._refresh.plan(batch, size)
+        finally:
+            if self._refresh.memory.filling:
+                self.plan = None
         self._ways, self._step = {}, work.facts
         padded = Padded(batch, size, work.baked)
         self.plan = MhaPlan((work.step.batch,), ((work.ways[False],),), work.write, self.handle, padded)

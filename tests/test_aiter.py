@@ -148,3 +148,29 @@ def test_a_call_that_would_be_routed_to_triton_is_refused(monkeypatch):
     layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="ENABLE_CK is off"):
         contract.check(kernel, cells.Case(op=Op.PREFILL, layer=layer))
+
+
+def test_calls_at_the_same_time_have_their_own_outputs(monkeypatch):
+    fake.install(monkeypatch, new=True)
+    kernel = next(each for each in KERNELS if each.name == "aiter.decode_packed")
+    case = next(each for each in cells.cases(kernel, portable.describe("gfx942"), 16) if not each.lse)
+    first, second = (build_inputs(kernel, case, "cpu", attempt=attempt) for attempt in range(2))
+    step, seen = first.segment.prepared, []
+    function = step.function
+
+    def of_one_step(given):
+        out = torch.full((len(given.q), case.layer.num_heads, case.layer.v_head_dim), torch.nan, dtype=given.q.dtype)
+        kernel.run(given.q, given.kv, first.segment, case.layer, given.tensors, out, None)
+        return out
+
+    def with_another_before_its_end(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if not seen:
+            seen.append(None)
+            seen.append(of_one_step(second))
+        return result
+
+    alone = of_one_step(first), of_one_step(second)
+    object.__setattr__(step, "function", with_another_before_its_end)
+    assert torch.equal(of_one_step(first), alone[0])
+    assert torch.equal(seen[1], alone[1])

@@ -105,7 +105,7 @@ def hostile_page() -> str:
     right = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
     caps = replace(right.caps, name=HOSTILE, provider=HOSTILE)
     kernels = [replace(right, caps=caps, run=base_2, plugin=HOSTILE), right]
-    found = conform(kernels, detect("cpu"), not_offered={HOSTILE: (HOSTILE,)}, features=("in place", "parts"))
+    found = conform(kernels, detect("cpu"), not_offered={HOSTILE: (HOSTILE,)}, features=("in place", "parts"), jobs=0)
     return page(found)
 
 
@@ -181,6 +181,22 @@ portable.attention.load_kernels = lambda: (replace(right, run=run),)
 from portable.conformance.process import answer
 answer(sys.argv[1:])
 """
+
+
+def test_a_plug_in_that_exits_fails_and_has_a_process_of_its_own(monkeypatch):
+    right = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+
+    def leave(*arguments):
+        raise SystemExit(0)
+
+    found = conform([replace(right, run=leave)], detect("cpu"), features=("2 parts",))
+    assert [cell["status"] for cell in found["kernels"][0]["cells"]] == ["failed"]
+    assert found["kernels"][0]["cells"][0]["reason"].endswith("it raised SystemExit: 0")
+
+    asked = []
+    monkeypatch.setattr(apart, "rows", lambda *arguments: asked.append(arguments[4]) or iter(()))
+    conform([replace(right, plugin="acme")], detect("cpu"), features=("2 parts",))
+    assert asked == [1]
 
 
 def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkeypatch):

@@ -16,9 +16,11 @@ from portable import Attention, Batch, Layer, Mamba, MlaAttention, UnsupportedEr
 from portable.backends import reference, reference_mamba, reference_steps
 from portable.block_table import BlockTable
 from portable.graphs import Graphs
+from portable.kernel import Op
 from portable.padding import padded
 from portable.platform.graphs import recording, using
 from portable.sizes import Size, ladder
+from portable.variants import cross
 
 PAGE, WIDTH, REQS, PAGES = 4, 8, 5, 60
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
@@ -323,3 +325,98 @@ def test_more_sizes_take_no_more_memory(recorder):
         where.add(plan.batch.block_table.data_ptr())
         prepared += plan.segments[0][0].prepared.nbytes
     assert len(where) == 1 and world.attn.workspace_bytes() < world.attn.workspace_bytes(slots=1) + prepared
+
+
+def test_steps_of_other_kinds_have_graphs_of_their_own(recorder):
+    world = World(5)
+    graphs = Graphs(lambda plans, q: world.attn.run(q, world.cache, plans[0]).out, [world.attn], [Size(2, 3)])
+    step = Batch.from_lens([3, 3], [9, 7], block_table=ROWS[:2], page_size=PAGE)
+    kinds = step, replace(step, causal=False), cross(step, np.array([5, 2]), torch.tensor(ROWS[2:4], dtype=torch.int32))
+    q = torch.randn(6, 4, 8)
+    for _ in range(2):
+        for each in kinds:
+            wanted = world.attn.run(q, world.cache, world.attn.plan(each, slot=99)).out
+            torch.testing.assert_close(graphs(each, q), wanted)
+    assert graphs.captured == (Size(2, 3),)
+
+
+@pytest.mark.parametrize("rows", [5, 7])
+def test_inputs_have_a_row_for_each_new_token(recorder, rows):
+    world = World(6)
+    graphs, step = world.graphs([Size(2, 3)]), Batch.from_lens([3, 3], [9, 7], block_table=ROWS[:2], page_size=PAGE)
+    with pytest.raises(ValueError, match=f"an input has {rows} rows; the step has 6 new tokens"):
+        graphs(step, torch.randn(rows, 4, 8), *world.inputs(step)[1:])
+    world.check(graphs, step)
+
+
+@pytest.mark.parametrize("pad_to", [None, 2])
+def test_a_step_that_cannot_be_planned_leaves_no_plan_of_two_steps(monkeypatch, pad_to):
+    failing = []
+
+    def prepare(segment, layer):
+        if failing:
+            raise UnsupportedError("out of luck")
+        return (segment.seq_lens + 7) // 8  # as `captured` prepares
+
+    kernels = [replace(each, prepare=prepare) if each.caps.op is Op.PAGED else each for each in captured(*ORACLES)]
+    monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
+    world, q = World(7), torch.randn(2, 4, 8)
+    first, second = (Batch.from_lens([1, 1], lens, block_table=ROWS[:2], page_size=PAGE) for lens in ([9, 7], [3, 2]))
+    world.attn.plan(second, pad_to=pad_to)
+    plan = world.attn.plan(first, pad_to=pad_to)
+    wanted = world.attn.run(q, world.cache, plan).out
+    failing.append(None)
+    with pytest.raises(UnsupportedError, match="out of luck"):
+        world.attn.plan(second, pad_to=pad_to)
+    failing.clear()
+    if pad_to is None:
+        assert torch.equal(world.attn.run(q, world.cache, plan).out, wanted)
+    else:
+        with pytest.raises(ValueError, match="plan is stale"):
+            world.attn.run(q, world.cache, plan)
+    assert torch.equal(world.attn.run(q, world.cache, world.attn.plan(first, pad_to=pad_to)).out, wanted)
+    with pytest.raises(ValueError, match="the batch has 33 tokens in one sequence"):
+        world.attn.plan(Batch.from_lens([1], [33], block_table=[range(9)], page_size=PAGE), pad_to=pad_to)
+    world.attn.run(q, world.cache, world.attn.plan(first, pad_to=pad_to))
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_steps_advance_as_far_as_their_pages_reach(recorder, monkeypatch, where):
+    if where == "device":
+        for module in ("persistent", "refresh"):
+            monkeypatch.setattr(f"portable.{module}.near", lambda batch: False)
+    attn = World(8).attn
+    for lens, table in (([8], [[5, 6]]), ([PAGE * WIDTH], [range(WIDTH + 1)])):
+        with pytest.raises(ValueError, match="and 1 more read"):
+            attn.plan(Batch.from_lens([1], lens, block_table=table, page_size=PAGE), pad_to=Size(1, ahead=1))
+    plan = attn.plan(Batch.from_lens([1], [7], block_table=[[5, 6]], page_size=PAGE), pad_to=Size(1, ahead=1))
+    assert attn.advance(plan).tolist() == [7]
+    with pytest.raises(ValueError, match="the plan has advanced 1 times"):
+        attn.advance(plan)
+
+
+def test_pages_below_zero_are_refused_once_a_step_reaches_them(recorder):
+    attn = World(9).attn
+
+    def plan(lens, table, **options):
+        step = Batch.from_lens([1] * len(lens), lens, block_table=table, page_size=PAGE)
+        return attn.plan(step, pad_to=Size(2, **options))
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is -1; a live page id"):
+            plan([4], [[5, -1]], ahead=2)
+        plan([9, 4], [[5, 6, 7], [8, -1, 9]])
+        with pytest.raises(ValueError, match="is -1; a live page id"):
+            plan([10, 10], [[5, 6, 7], [8, -1, 9]])
+        plan([10, 10], [[5, 6, 7], [8, 1, 9]])
+
+
+def test_every_other_row_of_a_table_is_not_the_table(recorder):
+    world, table = World(10), BlockTable(REQS, WIDTH)
+    for row in range(4):
+        table.write(row, 0, ROWS[row])
+    step = Batch.from_lens([1, 1], [9, 7], block_table=table, page_size=PAGE)
+    other = step.with_group(torch.from_numpy(table.rows(4))[::2], None, PAGE)
+    q = torch.randn(2, 4, 8)
+    wanted = world.attn.run(q, world.cache, world.attn.plan(other, slot=99)).out
+    assert torch.equal(world.attn.run(q, world.cache, world.attn.plan(other, pad_to=2)).out, wanted)

@@ -129,6 +129,18 @@ def test_memory_that_was_changed_in_place_is_looked_at_anew(kept):
     assert len(kept.made) == 6
 
 
+def test_a_pool_that_changed_its_size_or_dtype_in_place_is_looked_at_anew(kept):
+    pool = torch.arange(192.0).view(8, 4, 6)
+    k, v = pool[:2], torch.ones(2, 4, 6)
+    assert len(kept(KV(k, v)).k) == 2
+    k.set_(pool.untyped_storage(), 0, (8, 4, 6), (24, 6, 1))
+    assert torch.equal(kept(KV(k, v)).k.squeeze(2), pool)
+    k.resize_(1, 4, 6)
+    assert len(kept(KV(k, v)).k) == 1
+    v.data = v.data.view(torch.int32)
+    assert kept(KV(k, v)).v.dtype == torch.int32
+
+
 def test_what_is_out_of_reach_is_refused_at_every_call():
     views = Views(latent, Reach("toy", 2, None, None))
     small, large = torch.zeros(3, 4, 6), torch.zeros(4, 4, 6)
@@ -139,6 +151,12 @@ def test_what_is_out_of_reach_is_refused_at_every_call():
     small.set_(torch.zeros(4, 4, 6))
     with pytest.raises(UnsupportedError, match="the cache has 4 pages"):
         views(KV(small, None))
+    pool = torch.zeros(4, 4, 6)
+    growing = pool[:3]
+    views(KV(growing, None))
+    growing.set_(pool.untyped_storage(), 0, (4, 4, 6), (24, 6, 1))
+    with pytest.raises(UnsupportedError, match="the cache has 4 pages"):
+        views(KV(growing, None))
 
 
 # Aliases: views of what a call is given, kept by address.

@@ -98,11 +98,6 @@ def partial(segment: Segment, layer: Layer) -> torch.Tensor:
     return torch.empty(shape, dtype=layer.dtype, device=segment.seq_lens.device)
 
 
-def output(segment: Segment, layer: Layer) -> torch.Tensor:
-    shape = len(segment.seq_lens), layer.num_heads, layer.v_head_dim
-    return torch.empty(shape, dtype=layer.dtype, device=segment.seq_lens.device)
-
-
 def workspace(segment: Segment, layer: Layer) -> torch.Tensor:
     """Bytes of the partial outputs, of their sums and of their maxima."""
     parts = len(segment.seq_lens) * layer.num_heads * partitions(segment)
@@ -155,17 +150,16 @@ DECODE = Convention(
 PACKED = Convention(
     module="aiter",
     function="paged_attention_rocm",
-    # V [pages, Hkv, D, page_size] does not end in the width of the output, so the output is made here
-    names={name: keyword for name, keyword in DECODE_NAMES.items() if name != "out"} | {"page_size": "block_size"},
+    names={**DECODE_NAMES, "page_size": "block_size"},
     dense_rows=True,
     fixed={**DECODE_FIXED, "k_scale": None, "v_scale": None},
     step={
-        "out": output,
         "exp_sums": sums,
         "max_logits": sums,
         "tmp_out": partial,
         "num_kv_heads": lambda segment, layer: layer.num_kv_heads,
     },
+    writes_out=True,
     zeroes_empty=False,
 )
 SLOTS = Convention(

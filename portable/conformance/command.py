@@ -174,7 +174,8 @@ def conform(
 
     Args:
         jobs: processes for the cells, whose kernels are found by name in each; 0: this one. None: on a GPU one a core,
-            at most MOST_JOBS; elsewhere one where there is a limit or an earlier document, else 0.
+            at most MOST_JOBS; elsewhere one where there is a limit, an earlier document or a plug-in, which might end
+            or hang this one, else 0.
         timeout: seconds that a cell may take in a process of its own.
         device: how another process finds the target; None: by its own name.
         kept: hears of the document so far whenever a kernel ends, and of kernels that take long every few seconds.
@@ -189,7 +190,8 @@ def conform(
     found: dict[str, dict[str, Any]] = {kernel.name: {} for kernel in kernels} | known
     if jobs is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        jobs = min(cores, MOST_JOBS) if target.device != "cpu" else int(limit is not None or earlier is not None)
+        apart_too = limit is not None or earlier is not None or any(kernel.plugin for kernel in kernels)
+        jobs = min(cores, MOST_JOBS) if target.device != "cpu" else int(apart_too)
 
     def document() -> dict[str, Any]:
         seconds = time.perf_counter() - start + (earlier["seconds"] if earlier and known else 0)

@@ -108,7 +108,7 @@ def judged(kernel: Kernel, probe: Probe, target: Target) -> Outcome:
             laws.check(probe.law, kernel, probe.case, target)
         except Departure as departure:
             return outcome(FAILED, str(departure), *departure.kinds, figures=figures)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raised = f"{type(error).__name__}: {error}"
             return outcome(FAILED, f"its caps accept this case, and it raised {raised}", "raised", figures=figures)
     return outcome(PARITY, figures=figures)
