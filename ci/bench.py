@@ -2,8 +2,9 @@
 
 `planning` is the time of a plan from a batch that is ready, beside vLLM's metadata builders where vLLM is installed or
 `--vllm DIR` names its wheel unpacked (`pip download --no-deps vllm`); `local` that of `variants.local`.
-`python ci/bench.py attention` measures the attention kernels on a GPU, `graphs` what a step of captured decodes and its
-planning cost the host, and `captured` runs steps through graphs on a GPU beside eager ones: see ci/benchmarks.
+`python ci/bench.py attention` measures the attention kernels on a GPU, `hip` the C++ kernels beside their Triton twins,
+`graphs` what a step of captured decodes and its planning cost the host, and `captured` runs steps through graphs on a
+GPU beside eager ones: see ci/benchmarks.
 
 Peers are looked up when it runs and left out with a message where they are absent; nothing of them is kept here.
 """
@@ -143,6 +144,11 @@ if __name__ == "__main__":
 
         mla(sys.argv[2:])
         sys.exit()
+    if sys.argv[1:2] == ["hip"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from benchmarks.twins import main as twins
+
+        sys.exit(twins(sys.argv[2:]))
     if sys.argv[1:2] == ["captured"]:
         sys.path.insert(0, str(Path(__file__).parent))
         from benchmarks.captured import main as captured

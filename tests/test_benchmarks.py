@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
-from benchmarks import stage, subjects, table, workloads  # noqa: E402
+from benchmarks import stage, subjects, table, twins, workloads  # noqa: E402
 from benchmarks.problem import Pool, build, rotations  # noqa: E402
 from benchmarks.run import gathered, main  # noqa: E402
 from benchmarks.timing import Broken, Job, Measure, contest  # noqa: E402
@@ -154,6 +154,22 @@ def test_the_run_on_a_cpu(tmp_path, capfd):
     assert all(found["ok"] for row in result["rows"].values() for found in row["contestants"].values())
     assert result["rows"]["P1a 1x8192"]["selected"] == "portable reference.prefill"
     assert "merge 8192x32x128 beside a copy" in capfd.readouterr().out
+
+
+def test_twins_on_a_cpu(tmp_path, capfd, monkeypatch):
+    for name in ("BUDGET", "WARM", "LOOP"):
+        monkeypatch.setattr(twins, name, 1)
+    out = tmp_path / "result.json"
+    options = ["--device", "cpu", "--providers", "reference,torch", "--json", str(out)]
+    assert twins.main(["--only", "gather 64|write 16$|merge 1$|decode 1x64$|host", *options]) == 0
+    result = json.loads(out.read_text())
+    assert set(result["rows"]) == {"gather 64/1", "write 16", "merge 1", "decode 1x64"}
+    assert all(each["ok"] for row in result["rows"].values() for each in row.values())
+    assert "portable torch.index_put" in result["rows"]["write 16"]
+    assert result["host us"].keys() >= {"reference.cache_write", "reference.merge", "reference.paged"}
+    with pytest.raises(SystemExit):
+        twins.main(["--device", "cpu", "--providers", "hip"])
+    assert "--providers hip --device cpu" in capfd.readouterr().err
 
 
 def test_staged_files_lose_what_only_amd_takes(tmp_path):

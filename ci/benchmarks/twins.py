@@ -1,0 +1,185 @@
+"""The C++ kernels beside their Triton twins, on a GPU: python ci/bench.py hip [--json FILE] [--only PATTERN]
+
+Device time is that of graph replay, each pair in turns; every output is checked. Host time is that of an eager call in
+a loop, on so little work that the device keeps up. bf16, 8 KV heads of 128, 32 query heads where none are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.problem import Pool, build
+from benchmarks.small import LAYER, cache_write, copy_job, merge
+from benchmarks.timing import Job, Measure, contest, finish, relative_error
+from benchmarks.workloads import FP8, Workload, decode
+from portable.attention import load_kernels
+from portable.bench.problem import keys_of
+from portable.bench.subjects import calls, segment
+from portable.kernel import KV, Kernel, Needs, Op
+from portable.layer import Layer, LayerTensors
+from portable.platform.detect import detect
+
+Row = Callable[[list[Kernel], torch.device], dict[str, Measure]]
+BUDGET, WARM = 40.0, 100.0  # ms of timing, and before it
+WRITES = (8192, 256, 128, 64, 16)  # tokens
+GATHERS = ((8192, 8), (8192, 64), (128, 2), (64, 1))  # tokens, requests
+MERGES = (8192, 256, 128, 64, 1)  # tokens
+DECODES = tuple((size, keys) for keys in (1024, 8192, 32768) for size in (1, 8, 64))
+GROUPED = tuple((heads, size, keys) for heads in (64, 128, 16, 8) for size, keys in ((1, 1024), (1, 8192), (8, 8192)))
+LOOP = 200  # calls of a host's time
+
+
+class Subject(NamedTuple):
+    name: str
+    op: Op
+    run: Row
+
+
+def subjects() -> Iterator[Subject]:
+    """Every row of the record."""
+    for tokens, requests in GATHERS:
+        yield Subject(f"gather {tokens}/{requests}", Op.CACHE_GATHER, partial(gather, tokens=tokens, requests=requests))
+    for tokens in WRITES:
+        yield Subject(f"write {tokens}", Op.CACHE_WRITE, partial(written, tokens=tokens))
+    for tokens in MERGES:
+        yield Subject(f"merge {tokens}", Op.MERGE, partial(merged, tokens=tokens))
+    for name, layer, size, keys in decodes():
+        yield Subject(f"decode {size}x{keys}{name}", Op.PAGED, partial(decoded, work=work_of(layer, size, keys)))
+
+
+def decodes() -> Iterator[tuple[str, Layer, int, int]]:
+    """What a row adds to its name, layer, requests, keys of each."""
+    for size, keys in (*DECODES, (1, 64)):
+        yield "", LAYER, size, keys
+    for heads, size, keys in GROUPED:
+        yield f", {heads} query heads", replace(LAYER, num_heads=heads), size, keys
+    for size, keys in ((1, 1024), (1, 8192), (8, 8192)):
+        yield ", fp8", replace(LAYER, kv_dtype=FP8), size, keys
+    for size in (1, 8):
+        yield ", width 64", Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=64), size, 8192
+
+
+def work_of(layer: Layer, size: int, keys: int) -> Workload:
+    return decode("decode", layer, [keys] * size, 16)
+
+
+def anyone(_: str) -> bool:
+    return True
+
+
+def written(kernels: list[Kernel], device: torch.device, tokens: int) -> dict[str, Measure]:
+    return cache_write(kernels, {}, device, tokens, 16, anyone)
+
+
+def merged(kernels: list[Kernel], device: torch.device, tokens: int) -> dict[str, Measure]:
+    return merge(kernels, {}, device, tokens, anyone)
+
+
+def gather(kernels: list[Kernel], device: torch.device, tokens: int, requests: int) -> dict[str, Measure]:
+    """K and V of as many tokens, packed, beside a copy of as many bytes."""
+    work = work_of(LAYER, requests, tokens // requests)
+    problem = build(work, Pool(device, [work]))
+    turn = problem.rotations[0]
+    want = [torch.cat([keys_of(part, work, turn, r, None) for r in range(requests)]) for part in turn.kv]
+
+    def error(got: object) -> float:
+        assert isinstance(got, KV) and got.v is not None
+        return max(relative_error(part, right) for part, right in zip((got.k, got.v), want, strict=True))
+
+    def runs(kernel: Kernel) -> list[Callable[[], object]]:
+        made: list[Callable[[], object]] = []
+        for number, each in enumerate(problem.rotations):
+            part = segment(problem, kernel, number)
+            if kernel.prepare is not None:
+                part = replace(part, prepared=kernel.prepare(part, LAYER))
+            made.append(partial(kernel.run, each.kv, part, LAYER, LayerTensors()))
+        return made
+
+    jobs = [Job(f"portable {kernel.name}", partial(runs, kernel), [turn.out], error, 1e-9) for kernel in kernels]
+    return contest([*jobs, copy_job(4 * want[0].nbytes, device)], BUDGET, WARM, anyone)
+
+
+def decoded(kernels: list[Kernel], device: torch.device, work: Workload) -> dict[str, Measure]:
+    problem = build(work, Pool(device, [work]))
+    outputs = [turn.out for turn in problem.rotations]
+    jobs = [
+        Job(f"portable {kernel.name}", partial(calls, problem, kernel), outputs, problem.error, 1e-2)
+        for kernel in kernels
+    ]
+    return contest(jobs, BUDGET, WARM, anyone)
+
+
+def hosts(kernels: list[Kernel], device: torch.device) -> dict[str, float]:
+    """us of host time of a call in a loop: a cache write of 8 tokens, a merge of 8, a decode of 8 requests of 64."""
+    bf16: Any = {"dtype": torch.bfloat16, "device": device}
+    work = work_of(LAYER, 8, 64)
+    problem = build(work, Pool(device, [work]))
+    kv = problem.rotations[0].kv
+    k, v = (torch.randn(8, LAYER.num_kv_heads, LAYER.qk_head_dim, **bf16) for _ in range(2))
+    slots = torch.arange(8, device=device)
+    parts = [torch.randn(8, LAYER.num_heads, LAYER.v_head_dim, **bf16) for _ in range(3)]
+    lses = [torch.randn(LAYER.num_heads, 8, device=device) for _ in range(3)]
+    found = {}
+    for kernel in kernels:
+        if kernel.caps.op is Op.CACHE_WRITE:
+            found[kernel.name] = in_a_loop(partial(kernel.run, k, v, kv, slots, LAYER, LayerTensors()), device)
+        elif kernel.caps.op is Op.MERGE:
+            found[kernel.name] = in_a_loop(partial(kernel.run, parts[1:], lses[1:], None, parts[0], lses[0]), device)
+        elif kernel.caps.op is Op.PAGED:
+            found[kernel.name] = in_a_loop(calls(problem, kernel)[0], device)
+    return found
+
+
+def in_a_loop(call: Callable[[], object], device: torch.device) -> float:
+    """us of the host in a call: the median of 21 loops, behind one that does not count."""
+    times = []
+    for _ in range(22):
+        finish((), device)
+        start = time.perf_counter()
+        for _ in range(LOOP):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / LOOP)
+    return statistics.median(times[1:])
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench.py hip", description="The C++ kernels beside their Triton twins.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to a file")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="rows that this pattern finds")
+    parser.add_argument("--providers", default="hip,triton", help="whose kernels, the first beside the others")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    device, providers = torch.device(args.device), args.providers.split(",")
+    target, needs = detect(str(device)), Needs(page_size=16, query_len=1, seq_len=64)
+    found = [
+        kernel
+        for kernel in load_kernels()
+        if kernel.caps.provider in providers and not kernel.why_not(target, LAYER, needs)
+    ]
+    if not found:
+        parser.error(f"--providers {args.providers} --device {device}: none of their kernels runs there")
+    rows: dict[str, dict[str, Measure]] = {}
+    for subject in subjects():
+        kernels = [kernel for kernel in found if kernel.caps.op is subject.op]
+        if kernels and re.search(args.only, subject.name):
+            rows[subject.name] = subject.run(kernels, device)
+            print(subject.name, {name: each.failed or round(each.us, 2) for name, each in rows[subject.name].items()})
+    host = hosts(found, device) if re.search(args.only, "host") else {}
+    print("host", host)
+    if args.json:
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        measured = {name: {who: asdict(each) for who, each in row.items()} for name, row in rows.items()}
+        record = {"card": card, "versions": {"torch": torch.__version__}, "rows": measured, "host us": host}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(not all(each.ok for row in rows.values() for each in row.values()))
