@@ -1,0 +1,48 @@
+"""Some cells of the contract of each kernel, for a checker of memory to look at:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python ci/memcheck.py [CELLS [KERNEL...]]
+
+KERNEL is a beginning of names (default: triton. and hip.). Without torch's caching each tensor is an allocation of its
+own, so an access past one is seen; results are checked too. Compiled kernels are taken from the cache of an earlier run
+(`ci/prove.py`): under a sanitizer, compiling takes most of the time.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
+from portable.conformance import cells, contract  # noqa: E402
+
+
+def main(most: int, names: tuple[str, ...]) -> int:
+    target = detect()
+    kernels = [kernel for kernel in available_kernels() if kernel.name.startswith(names)]
+    if not kernels:
+        print(f"no kernel of this machine begins with {' or '.join(names)}: {target}", file=sys.stderr)
+        return 2
+    failed = 0
+    for kernel in kernels:
+        ran = 0
+        for case in cells.cases(kernel, target, most):
+            try:
+                contract.check(kernel, case, target.device)
+            except Exception as error:
+                failed += 1
+                print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
+            ran += 1
+        if target.device != "cpu":
+            torch.accelerator.synchronize()
+        print(f"{kernel.name}: {ran} cells", flush=True)
+    print(f"{len(kernels)} kernels, {failed} failures")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    most, *given = sys.argv[1:] or ["12"]
+    sys.exit(main(int(most), tuple(given) or ("triton.", "hip.")))
