@@ -55,7 +55,7 @@ class Convention:
     equal_value_dim: bool = False  # contiguous K and V must be as wide: the narrower is padded with zeros
     open_side: int | None = -1  # of a window
     window_more: tuple[int, ...] = ()  # what follows its two sides
-    literal_right: bool = False  # beside a bounded left side, an open right side is not what causality makes of it
+    literal_right: bool = False  # beside a bounded left side, a right side is the number that it is: none is open
     # What the CSR names count. "token": slots, with K and V as [N, Hkv, D]; "single": slots as pages [N, 1, Hkv, D].
     pages: str = "page"
     folds_single: bool = False  # takes a longest query of 1 for exactly one token in each request

@@ -17,6 +17,8 @@ from portable.layer import Layer
 from portable.paging import num_pages, page_csr
 from portable.ragged import cu_from_lens, ragged_arange
 
+FAR = 2**30  # keys: a right side that is open in effect, and that a position may be added to in 32 bits
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -140,9 +142,11 @@ def masks(convention: Convention, layer: Layer, causal: bool) -> dict[str, Any]:
     """Causality and window. A callable with an argument for the first closes the right side itself, as a rule."""
     names = convention.names
     left, right = layer.window
+    literal = convention.literal_right and left is not None
     if causal:
-        literal = convention.literal_right and left is not None
         right = None if "causal" in names and not literal else 0
+    elif literal and right is None:
+        right = FAR
     left, right = (convention.open_side if side is None else side for side in (left, right))
     window = (left, right, *convention.window_more)
     known = {"causal": causal, "window": window, "window_left": left, "window_right": right}

@@ -110,18 +110,15 @@ class Split(NamedTuple):
     causal: torch.Tensor | None  # and [T] bool, which rows do not
 
 
-class TopLeft:
+class TopLeft(Adapter):
     """Bottom-right causality from a callable that aligns it to the top left."""
-
-    def __init__(self, convention: Convention) -> None:
-        self.adapter = Adapter(convention)
 
     def prepare(self, segment: Segment, layer: Layer) -> Any:
         """The adapter's step where every request is square or none is causal, or a `Split`."""
-        square = segment.exact and (segment.host_query_lens == segment.host_seq_lens).all()
+        square, plain = segment.exact and (segment.host_query_lens == segment.host_seq_lens).all(), super().prepare
         if square or segment.causal is False or not segment.tokens.stop - segment.tokens.start:
-            return self.adapter.prepare(segment, layer)
-        parts = tuple(replace(part, prepared=self.adapter.prepare(part, layer)) for part in split(segment))
+            return plain(segment, layer)
+        parts = tuple(replace(part, prepared=plain(part, layer)) for part in split(segment))
         if not isinstance(segment.causal, torch.Tensor):
             return Split((parts[0], parts[1]), None, None)
         whole = replace(segment, causal=False)
@@ -129,11 +126,11 @@ class TopLeft:
         request = torch.repeat_interleave(segment.cu_seqlens_q.diff().long(), output_size=tokens)
         return Split(
             (parts[0], parts[1]),
-            replace(whole, prepared=self.adapter.prepare(whole, layer)),
+            replace(whole, prepared=plain(whole, layer)),
             segment.causal[request],
         )
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -143,16 +140,16 @@ class TopLeft:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """One layer of the step, into `out` and `lse`."""
-        step = segment.prepared
+        """One layer of the step, of one call or of the parts of a `Split`."""
+        step, plain = segment.prepared, super().attend
         if not isinstance(step, Split):
-            self.adapter.run(q, kv, segment, layer, tensors, out, lse)
+            plain(q, kv, segment, layer, tensors, out, lse)
             return
 
         def partial(part: Segment) -> tuple[torch.Tensor, torch.Tensor]:
             found = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             logs = q.new_empty((out.shape[1], out.shape[0]), dtype=torch.float32)
-            self.adapter.run(q, kv, part, layer, tensors, found, logs)
+            plain(q, kv, part, layer, tensors, found, logs)
             return found, logs
 
         (context, context_lse), (new, new_lse) = map(partial, step.parts)
@@ -238,9 +235,8 @@ def _kernels() -> Iterator[Kernel]:
     caps = _caps("torch.varlen", features=PLAIN | {"window"}, **nvidia)
     yield Adapter(VARLEN).kernel(replace(caps, requires=(Requires("torch", ">=2.13"),)))
     # what AOTriton supports without an experimental switch
-    rocm = TopLeft(TOP_LEFT)
-    caps = _caps("torch.flash_rocm", features=PLAIN, vendors={"amd"}, archs={"gfx90a", "gfx942", "gfx950"})
-    yield Kernel(replace(caps, lse=TOP_LEFT.lse), rocm.run, rocm.prepare)
+    amd: dict[str, Any] = {"vendors": {"amd"}, "archs": {"gfx90a", "gfx942", "gfx950"}}
+    yield TopLeft(TOP_LEFT).kernel(_caps("torch.flash_rocm", features=PLAIN, **amd))
 
 
 KERNELS = tuple(_kernels())

@@ -1,6 +1,8 @@
-"""Tensors as a callable wants them, made once: a view takes 1.2 us of an H100's host, and to look for it 0.4.
+"""Tensors as a callable wants them, kept by where their memory is: a view takes 1.2 us of an H100's host, a look 0.4.
 
-Of a cache, for as long as it lives; of the tensors of a call, which are others each time, by where their memory is.
+What is kept holds no memory, so whoever asks for it holds the tensor until it was used. In return it is right for every
+tensor that has the address, the shape, the strides and the dtype later on: they are all that it says, and devices of a
+process share no address.
 """
 
 from __future__ import annotations
@@ -8,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 
-from portable.backends.reach import Reach
+from portable.backends.reach import Reach, extent
 from portable.kernel import KV
 
 
@@ -25,53 +26,40 @@ class View(NamedTuple):
 
 
 class Views:
-    """What `make` gives for a cache, made anew where its tensors have died or moved; it checks their reach as well.
+    """What `make` gives for a cache; that it is in reach is seen then, for the same facts decide it.
 
     >>> pages = torch.zeros(3, 16, 8)
     >>> kept = Views(latent)
-    >>> kept(KV(pages, None)) is kept(KV(pages, None))
+    >>> kept(KV(pages, None)) is kept(KV(pages[:], None))
     True
     >>> kept(KV(pages, None)).k.shape
     torch.Size([3, 16, 1, 8])
     """
 
+    MOST = 1024  # layers of the models of a process
+
     def __init__(self, make: Callable[[KV], View], reach: Reach | None = None) -> None:
         self._make, self._reach = make, reach
-        self._kept: dict[int, tuple[Any, ...]] = {}
+        self._kept: dict[tuple[Any, ...], View] = {}
 
     def __call__(self, kv: KV) -> View:
         k, v = kv
-        found = self._kept.get(id(k))
-        if found is not None:
-            view: View
-            view, of, facts, of_v, v_facts = found
-            same = of() is k and (of_v is None if v is None else of_v is not None and of_v() is v)
-            # a tensor may be given other memory in place, or another size or dtype
-            if same and facts == _facts(k) and (v is None or v_facts == _facts(v)):
-                return view
-        if self._reach is not None:
-            self._reach.check(kv, pages=True)
-        view = self._make(KV(k.data, None if v is None else v.data))  # views of `k` itself would keep it alive
-
-        def forget(dead: object, key: int = id(k)) -> None:
-            if (kept := self._kept.get(key)) is not None and dead in (kept[1], kept[3]):
-                del self._kept[key]
-
-        facts = [(None, None) if each is None else (ref(each, forget), _facts(each)) for each in kv]
-        self._kept[id(k)] = view, *facts[0], *facts[1]
-        return view
-
-
-def _facts(cache: torch.Tensor) -> tuple[Any, ...]:
-    return cache.data_ptr(), cache.shape, cache.stride(), cache.dtype
+        key = _facts(k) if v is None else (*_facts(k), *_facts(v))
+        found = self._kept.get(key)
+        if found is None:
+            if not key[0]:
+                return self._make(kv)
+            if self._reach is not None:
+                self._reach.check(kv, pages=True)
+            found = self._make(KV(alias(k), None if v is None else alias(v)))
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            self._kept[key] = found
+        return found
 
 
 class Aliases:
-    """What `make` gives for a tensor; of a dense one, kept by its address, shape and dtype once these were met twice.
-
-    What is kept holds no memory, so whoever asks for it holds the tensor until it was used. In return it is right for
-    every dense tensor that has the address later on: an address, a shape and a dtype are all that it says, and devices
-    of a process share no address. To make one to be kept takes 6 us, so what is met once has a view.
+    """What `make` gives for a tensor of a call; kept once its facts were met twice, for the alias takes 6 us.
 
     >>> rows = torch.arange(12).view(4, 3)
     >>> kept = Aliases(lambda rows: rows.view(2, 2, 3))
@@ -85,15 +73,15 @@ class Aliases:
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         self.make = make
-        self._kept: dict[tuple[int, torch.Size, torch.dtype], Any] = {}  # None: met once
+        self._kept: dict[tuple[Any, ...], Any] = {}  # None: met once
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if not tensor.is_contiguous() or not tensor.numel():  # without elements all have the address 0
-            return self.make(tensor)
-        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        key = _facts(tensor)
         found = self._kept.get(key)
         if found is not None:
             return found
+        if not key[0]:  # without elements, which all devices have there
+            return self.make(tensor)
         met = key in self._kept
         if not met and len(self._kept) >= self.MOST:
             self._kept.clear()
@@ -101,12 +89,17 @@ class Aliases:
         return found if met else self.make(tensor)
 
 
-def alias(dense: torch.Tensor) -> torch.Tensor:
-    """A dense tensor once more, without a hold on its memory; dimensions of one have the strides of others."""
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor once more, without a hold on its memory."""
     with torch.inference_mode(False):  # an inference tensor could not be written outside of it
-        memory: Any = torch._C._construct_storage_from_data_pointer(dense.data_ptr(), dense.device, dense.nbytes)
-        found: torch.Tensor = torch.empty(0, dtype=dense.dtype, device=dense.device).set_(memory, 0, dense.shape, ())
-    return found
+        size = extent(tensor)
+        memory: Any = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, size)
+        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return found.set_(memory, 0, tensor.shape, tensor.stride())
 
 
 @lru_cache(maxsize=64)

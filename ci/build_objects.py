@@ -38,7 +38,7 @@ from portable.backends.hip.state_copy import UNITS  # noqa: E402
 from portable.platform.amd import ARCHS  # noqa: E402
 from portable.platform.emulated import clang  # noqa: E402
 
-WIDE = {16: {"dwordx4", "b128"}, 8: {"dwordx2", "b64"}, 4: {"dword", "b32"}}  # loads, by bytes
+WIDE = {16: {"dwordx4", "b128"}, 12: {"dwordx3", "b96"}, 8: {"dwordx2", "b64"}, 4: {"dword", "b32"}}  # loads, by bytes
 Variant = tuple[str, tuple[str, ...]]  # file, defines
 
 
@@ -83,9 +83,10 @@ def faults(file: str, defines: tuple[str, ...], arch: str, text: str) -> list[st
             found.append(f"it takes {value} bytes of LDS, and a workgroup may have {most}")
     if file == "paged_decode":
         found += [] if reads_whole(defines, text) else ["no loop reads K and V by whole vectors"]
-    # refresh moves lists of numbers, state_copy what its unit says; 16 bytes of float are read as 4 and 12
-    elif (file in ("cache", "merge") and "=float" not in " ".join(defines)) or "UNIT=16" in defines:
+    # refresh moves lists of numbers, state_copy what its unit says
+    elif file in ("cache", "merge") or "UNIT=16" in defines:
         found += [] if set(loads(text)) & WIDE[16] else ["no load is of 16 bytes"]
+        found += ["loads of 4 and 12 bytes are one of 16"] if set(loads(text)) & WIDE[12] else []
     return [f"{file} {' '.join(defines)} | {arch}: {each}" for each in found]
 
 

@@ -192,6 +192,7 @@ HOPPER = ("sm90",) if prefill_hopper.KERNELS else ()  # a Triton without Gluon h
 FEW = ("sm80", "sm90", "sm100")
 D128: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 D64: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
+D192: dict[str, Any] = {"num_heads": 16, "head_dim": 192, "v_head_dim": 128}
 D256: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "softcap": 50.0}
 CASES: dict[str, Case] = {
     "decode d128": attention(paged_kernel, 1, 8192, 16, **D128),
@@ -199,7 +200,9 @@ CASES: dict[str, Case] = {
     "decode d64 window sinks": attention(paged_kernel, 1, 8192, 16, **D64, window=128),
     "decode d256 softcap": attention(paged_kernel, 1, 8192, 16, **D256),
     "verify 8 d128": attention(paged_kernel, 8, 8192, 16, **D128, lse=True),
+    "verify 8 d256 8 heads a KV head": attention(paged_kernel, 8, 8192, 16, num_heads=32, num_kv_heads=4, head_dim=256),
     "decode d64": attention(paged_kernel, 1, 8192, 16, **(D64 | {"sinks": False})),
+    "decode d80": attention(paged_kernel, 1, 8192, 16, num_heads=32, num_kv_heads=8, head_dim=80),
     # few requests have another tile than many
     "decode d128 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **D128),
     "decode d64 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **(D64 | {"sinks": False})),
@@ -207,20 +210,20 @@ CASES: dict[str, Case] = {
     "prefill d128": attention(prefill_kernel, 4096, 4096, None, **D128, lse=True),
     "prefill d128 float16": attention(prefill_kernel, 4096, 4096, None, **D128, dtype=torch.float16),
     "prefill d64 window sinks": attention(prefill_kernel, 4096, 4096, None, **D64, window=128),
-    "prefill 192/128": attention(prefill_kernel, 4096, 4096, None, num_heads=16, head_dim=192, v_head_dim=128),
+    "prefill 192/128": attention(prefill_kernel, 4096, 4096, None, **D192),
+    "prefill 192/128 float32": attention(prefill_kernel, 4096, 4096, None, **D192, dtype=torch.float32),
     "prefill d256 softcap": attention(prefill_kernel, 4096, 4096, None, **D256),
     "chunk d128": attention(chunk_kernel, 2048, 8192, 16, **D128),
     "chunk d128 fp8": attention(chunk_kernel, 2048, 8192, 64, **D128, kv_dtype="fp8"),
     "hopper prefill d128": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D128, lse=True),
     "hopper prefill d64 window sinks": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D64, window=128),
-    "hopper prefill 192/128": attention(
-        hopper_kernel, 4096, 4096, None, archs=HOPPER, num_heads=16, head_dim=192, v_head_dim=128
-    ),
+    "hopper prefill 192/128": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D192),
     "hopper chunk d128": attention(hopper_chunk_kernel, 2048, 8192, 16, archs=HOPPER, **D128),
     "mla decode 16 heads": latent(mla_decode, 1, 64, num_heads=16),
     "mla decode 16 heads page 1": latent(mla_decode, 1, 1, num_heads=16),
     "mla decode 16 heads fp8": latent(mla_decode, 1, 64, num_heads=16, kv_dtype="fp8"),
     "mla decode 128 heads": latent(mla_decode, 1, 64, num_heads=128),
+    "mla decode 16 heads float32": latent(mla_decode, 1, 64, num_heads=16, dtype=torch.float32),
     "mla verify 4 16 heads": latent(mla_decode, 4, 16, num_heads=16),
     "hopper mla decode 16 heads": latent(mla_decode_hopper, 1, 64, HOPPER, num_heads=16),
     "hopper mla verify 4 128 heads": latent(mla_decode_hopper, 4, 16, HOPPER, num_heads=128),

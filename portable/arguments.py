@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import cache, wraps
 from numbers import Integral, Real
+from operator import index
 from types import SimpleNamespace
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -52,6 +53,8 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which is not called with an argument of a wrong kind: a TypeError names it.
 
+    A number that is an integer of another library comes to it as an int.
+
     >>> @checked
     ... def area(size: tuple[int, int], *, scale: float | None = None) -> int:
     ...     return size[0] * size[1]
@@ -64,9 +67,15 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if wrong := _wrong(function, args, kwargs):
             raise TypeError(wrong[1])
-        return function(*args, **kwargs)
+        run: Any = function
+        result: R = run(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        return result
 
     return call
+
+
+def _plain(value: object) -> object:
+    return index(value) if isinstance(value, Integral) and not isinstance(value, int) else value
 
 
 def check_fields(value: Any) -> None:

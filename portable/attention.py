@@ -15,6 +15,7 @@ from portable import ops
 from portable.arguments import at_least, checked, named
 from portable.batch import Batch
 from portable.check import check_cache
+from portable.child import saying
 from portable.kernel import ATTENTION, KV, PAGES, AttnOut, Kernel, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.limits import Limits
@@ -81,13 +82,15 @@ def verdicts_on(target: Target, packages: Mapping[str, Package]) -> Verdicts:
 
 def self_test(device: str, names: Sequence[str]) -> None:
     """Test kernels in this process for another one, which reads the faults from the standard output."""
-    kernels = {kernel.name: kernel for kernel in load_kernels()}
-    target = detect(device)
-    answer(
-        lambda name: verdicts_on(target, {}).test(kernels[name], target),
-        names,
-        lambda: torch.zeros(1, device=target.device).cpu(),
-    )
+    with saying() as say:
+        known = {kernel.name: kernel for kernel in load_kernels()}
+        kernels = [known[name] for name in names]  # one that only the other process has is not this one's to judge
+        target = detect(device)
+        test = verdicts_on(target, {}).test
+        importlib.import_module("portable.backends.selftest")
+        torch.zeros(1, device=target.device).cpu()
+        with importlib.import_module("portable.conformance.outcomes").on(target):
+            answer((test(kernel, target) for kernel in kernels), say)
 
 
 class Attention(PaddedPlans[MhaPlan]):
@@ -168,7 +171,8 @@ class Attention(PaddedPlans[MhaPlan]):
                 as the step's have. All that `run` and `write` read then lies where it lay in the last plan of this size
                 on this slot, so that a graph captured with one plan is replayed after another. The step may be on the
                 host: one copy brings it to the device, and of its block table only what changed.
-            slot: plans of several slots live at the same time, in memory of their own.
+            slot: plans of several slots live at the same time, each in memory and room for partial results of its own,
+                which what runs on the slot shares, layers of a step too: on one stream, not on two at once.
 
         Raises:
             ValueError: the step is larger than this object was made for, on another device, or of another page size; it
@@ -203,6 +207,7 @@ class Attention(PaddedPlans[MhaPlan]):
                 raise UnsupportedError(
                     f"pad_to has ahead {size.ahead}; a layer with chunks does not advance on the device"
                 )
+            size.check(step)  # what its chunks make of a step may fit where the step does not
             seen = near(step) or not isinstance(step.causal, bool)  # else one launch reads its pages off the view
             step, size = (local if seen else local_host)(step, chunk), local_size(size, chunk)
         return self._renew_padded(step, size, slot)
@@ -265,7 +270,7 @@ class Attention(PaddedPlans[MhaPlan]):
         """
         from portable import warmup
 
-        lens, lses = self.limits.checked(query_lens), (False, True) if return_lse else (False,)
+        lens, lses = self.limits.checked(query_lens, self.layer.chunk), (False, True) if return_lse else (False,)
         if cache is not None:
             check_cache(self.layer, KV(*cache), self.page_size, self.device)
         return self._kernels.warm(

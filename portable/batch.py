@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +11,7 @@ import torch
 from portable import step_inputs
 from portable.arguments import named
 from portable.block_table import BlockTable
-from portable.lengths import (
-    Int32,
-    Lens,
-    as_array,
-    as_lens,
-    as_table,
-    check_page_size,
-    check_pages,
-    check_table,
-    check_tensor,
-)
+from portable.lengths import Int32, Lens, check_page_size, check_table, check_tensor
 from portable.order import Kinds, Split, is_ordered, kinds, split
 from portable.paging import PageCsr, num_pages, page_csr
 from portable.ragged import ragged_arange
@@ -107,38 +95,26 @@ class Batch:
         >>> batch.cu_seqlens_q.tolist(), batch.slot_mapping.tolist()
         ([0, 1, 2], [28, 5])
         """
-        s = as_lens("seq_lens", seq_lens)
-        steps = _single(s.size)
-        check_page_size(page_size)
-        if s.size and s.min() < 1:
-            raise ValueError(f"row {int(s.argmin())}: seq_len is {s.min()}; it counts the new token too")
-        if isinstance(block_table, BlockTable):
-            table, pages = block_table.rows(s.size), block_table
-        else:
-            table, pages = as_table(as_array("block_table", block_table)), None
-        check_table(table, steps.ones, s, page_size)
-        last = s - steps.ones
-        slots = table[steps.rows, last // page_size].astype(np.int64) * page_size + last % page_size
-        if slots.size and slots.min() < 0:
-            check_pages(table, s, page_size)
+        ones, s, cu, cu_device, s_device, table, slots = step_inputs.of_decodes(seq_lens, block_table, page_size)
+        rows = s.size
         return cls(
-            cu_seqlens_q=steps.cu_device,
-            seq_lens=torch.from_numpy(s),
-            block_table=torch.from_numpy(table),
-            slot_mapping=torch.from_numpy(slots),
+            cu_seqlens_q=cu_device,
+            seq_lens=s_device,
+            block_table=table,
+            slot_mapping=slots,
             page_size=page_size,
             causal=True,
-            query_lens=steps.ones,
-            host_cu_seqlens_q=steps.cu,
+            query_lens=ones,
+            host_cu_seqlens_q=cu,
             host_seq_lens=s,
             exact=True,
             is_prefilling=None,
-            num_reqs=s.size,
-            num_tokens=s.size,
-            padded_tokens=s.size,
-            max_query_len=min(1, s.size),
+            num_reqs=rows,
+            num_tokens=rows,
+            padded_tokens=rows,
+            max_query_len=min(1, rows),
             max_seq_len=int(s.max(initial=0)),
-            pages=pages,
+            pages=block_table if isinstance(block_table, BlockTable) else None,
         )
 
     @classmethod
@@ -352,21 +328,3 @@ class Batch:
             if self.view.picked:
                 table = torch.nn.functional.pad(self.view.of(table), (0, 0, 0, rows))
         return replace(self, block_table=table, slot_mapping=slot_mapping, page_size=page_size)
-
-
-class _Single(NamedTuple):
-    """What all steps of so many requests with one new token each share; read only."""
-
-    ones: Int32
-    rows: Int32
-    cu: Int32
-    cu_device: torch.Tensor
-
-
-@lru_cache(maxsize=1024)
-def _single(num_reqs: int) -> _Single:
-    cu = torch.arange(num_reqs + 1, dtype=torch.int32)
-    made = np.ones(num_reqs, np.int32), np.arange(num_reqs, dtype=np.int32), np.arange(num_reqs + 1, dtype=np.int32)
-    for array in made:
-        array.flags.writeable = False
-    return _Single(*made, cu)

@@ -67,7 +67,7 @@ def check_run(
     batch = parts[0]
     tokens, heads = batch.padded_tokens, layer.num_heads
     _like("q", q, (tokens, heads, layer.qk_head_dim), layer.dtype, batch.device)
-    _like("out", out, (tokens, heads, layer.v_head_dim), layer.dtype, batch.device)
+    _like_out(out, (tokens, heads, layer.v_head_dim), layer.dtype, batch.device)
     if new is not None:
         keys = tokens if batch.block_table is not None else int(batch.host_seq_lens[: batch.num_reqs].sum())
         _check_new(layer, new, keys, batch.device)
@@ -122,8 +122,13 @@ def _check_scales(layer: Layer, tensors: LayerTensors, device: torch.device) -> 
             )
         if scale is not None and scale.device != device:
             raise ValueError(f"tensors.{name} is on {scale.device}; the batch is on {device}")
-        if scale is not None and layer.dtype is not torch.float64 and scale.dtype not in SCALES:
-            raise ValueError(f"tensors.{name} is {short(scale.dtype)}; it must be {short(torch.float32)}")
+        if scale is not None:
+            _check_scale_dtype(layer, name, scale)
+
+
+def _check_scale_dtype(layer: Layer, name: str, scale: torch.Tensor) -> None:
+    if layer.dtype is not torch.float64 and scale.dtype not in SCALES:
+        raise ValueError(f"tensors.{name} is {short(scale.dtype)}; it must be {short(torch.float32)}")
 
 
 def _check_new(layer: Layer, new: KV, tokens: int, device: torch.device) -> None:
@@ -146,6 +151,12 @@ def _like(
         raise ValueError(f"{name} is on {tensor.device}; the batch is on {device}")
 
 
+def _like_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _like("out", out, shape, dtype, device)
+    if any(step == 0 and size > 1 for step, size in zip(out.stride(), shape, strict=True)):
+        raise ValueError(f"out has strides {list(out.stride())}; its rows share memory, and each is written")
+
+
 def check_mla_run(
     layer: Layer,
     batch: Batch,
@@ -161,7 +172,7 @@ def check_mla_run(
     nope, rope, rank, v_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank, layer.v_head_dim
     _like("q_nope", q_nope, (tokens, heads, nope), layer.dtype, device)
     _like("q_pe", q_pe, (tokens, heads, rope), layer.dtype, device)
-    _like("out", out, (tokens, heads, v_dim), layer.dtype, device)
+    _like_out(out, (tokens, heads, v_dim), layer.dtype, device)
     _like("weights.w_uk", w_uk, (heads, nope, rank), layer.dtype, device)
     _like("weights.w_uv", w_uv, (heads, v_dim, rank), layer.dtype, device)
     if batch.block_table is not None and pages is None:
@@ -184,12 +195,17 @@ def check_latents(
     _like("k_pe", k_pe, (batch.padded_tokens, layer.qk_rope_head_dim), layer.dtype, batch.device)
     if pages is not None:
         check_cache(layer, KV(pages, None), batch.page_size, batch.device)
-    for name, tensor in tensors._asdict().items():
-        if tensor is None:
-            continue
-        if name != "k_scale":
+    check_latent_tensors(tensors)
+    if tensors.k_scale is not None:
+        _like("tensors.k_scale", tensors.k_scale.reshape(-1), (1,), None, batch.device)
+        _check_scale_dtype(layer, "k_scale", tensors.k_scale)
+
+
+def check_latent_tensors(tensors: LayerTensors) -> None:
+    """Raise a ValueError for a tensor that no MLA layer has."""
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
+        if name != "k_scale" and tensor is not None:
             raise ValueError(f"tensors.{name} is given; an MLA layer has a k_scale alone, of its latents")
-        _like(f"tensors.{name}", tensor.reshape(-1), (1,), None, batch.device)
 
 
 def check_conv(

@@ -18,7 +18,7 @@ MAX_INT32 = int(np.iinfo(np.int32).max)
 
 def as_lens(name: str, values: npt.ArrayLike) -> Int32:
     """A fresh [B] int32 array of non-negative numbers, or a ValueError naming the row."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and not (values < 0).any():
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1 and values.min(initial=0) >= 0:
         plain: Int32 = values.copy()  # as engines keep them: 4 us, where all that follows takes 9
         return plain
     lens = as_array(name, values)

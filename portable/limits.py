@@ -48,11 +48,15 @@ class Limits:
         if batch.device != device:
             raise ValueError(f"the batch is on {batch.device}; this {owner} runs on {device}")
 
-    def checked(self, query_lens: Iterable[int] | None) -> tuple[int, ...]:
+    def checked(self, query_lens: Iterable[int] | None, chunk: int | None = None) -> tuple[int, ...]:
         """Lengths of queries that somebody named, or those that stand for all; a ValueError for one that never comes.
 
-        >>> Limits(page_size=16, max_reqs=4, max_tokens=8, max_seq_len=64).checked([1, 8])
-        (1, 8)
+        Of a layer with chunks a request is attended to in pieces, which begin and end wherever its context lies in one:
+        the lengths are then those that stand for all pieces.
+
+        >>> limits = Limits(page_size=16, max_reqs=4, max_tokens=100, max_seq_len=128)
+        >>> limits.checked([1, 40]), limits.checked([1, 40], chunk=24)[14:], limits.checked([1, 3], chunk=24)
+        ((1, 40), (15, 16, 24), (1, 2, 3))
         """
         lens, most = (
             self.query_lens if query_lens is None else tuple(query_lens),
@@ -61,7 +65,10 @@ class Limits:
         for length in lens:
             if not 1 <= length <= most:
                 raise ValueError(f"query_lens holds {length}; lengths are 1 to {most}")
-        return lens
+        if chunk is None:
+            return lens
+        longest = min(chunk, max(lens, default=1))
+        return tuple(dict.fromkeys(min(n, longest) for n in self.query_lens))
 
     @property
     def query_lens(self) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from portable.batch import Batch
@@ -51,10 +53,12 @@ def plan_segments(batch: Batch, layer: Layer, choose: Choose, *, contiguous: boo
     rows = batch.padded_reqs
     if batch.block_table is not None and batch.continues:  # decodes, or drafts to verify: one region, known at a glance
         return (segment_of(batch, layer, choose, slice(0, rows), Op.PAGED, lse),)
+    first_token = batch.host_cu_seqlens_q.item
     return tuple(
-        segment_of(batch, layer, choose, requests, op, lse)
+        segment
         for requests, op in _regions(batch, contiguous)
-        if batch.host_cu_seqlens_q[requests.stop] > batch.host_cu_seqlens_q[requests.start]
+        if first_token(requests.stop) > first_token(requests.start)
+        for segment in segments_of(batch, layer, choose, requests, op, lse)
     )
 
 
@@ -70,8 +74,23 @@ def _regions(batch: Batch, contiguous: bool) -> Iterator[tuple[slice, Op]]:
     yield regions.decodes.requests, Op.PAGED
     yield regions.extends.requests, Op.PAGED
     first = regions.prefills.requests
+    if first.start == first.stop:
+        return
     whole = (batch.query_lens[first] == batch.host_seq_lens[first]).all()  # a row without new tokens may have a context
     yield first, Op.PREFILL if contiguous and whole else Op.PAGED
+
+
+def segments_of(batch: Batch, layer: Layer, choose: Choose, requests: slice, op: Op, lse: bool) -> tuple[Segment, ...]:
+    """The requests as one segment; over pages, as one for each run of equal query lengths where the kernel needs it."""
+    whole = segment_of(batch, layer, choose, requests, op, lse)
+    if not whole.kernel.caps.uniform or op not in PAGES:
+        return (whole,)
+    lens = whole.host_query_lens
+    edges = [0, *((lens[1:] != lens[:-1]).nonzero()[0] + 1).tolist(), lens.size]
+    if len(edges) == 2:
+        return (whole,)
+    rows = [slice(requests.start + a, requests.start + b) for a, b in pairwise(edges) if lens[a]]
+    return tuple(segment_of(batch, layer, choose, each, op, lse) for each in rows)
 
 
 def segment_of(
@@ -87,10 +106,10 @@ def segment_of(
 
     For a graph the kernel is one that can be captured, and what it prepares is left to whoever captures that.
     """
-    query_lens, seq_lens, cu = batch.query_lens, batch.host_seq_lens, batch.cu_seqlens_q
-    lens, table, causal = batch.seq_lens, batch.block_table if op in PAGES else None, batch.causal
+    query_lens, seq_lens, cu, paged = batch.query_lens, batch.host_seq_lens, batch.cu_seqlens_q, op in PAGES
+    lens, table, causal = batch.seq_lens, batch.block_table if paged else None, batch.causal
     if requests.start == 0 and requests.stop == query_lens.size:  # nothing to cut: 7 us less
-        tokens = slice(0, int(batch.host_cu_seqlens_q[-1]))
+        tokens = slice(0, batch.host_cu_seqlens_q.item(-1))
         max_query_len, max_seq_len = batch.max_query_len, batch.max_seq_len
     else:
         at = batch.host_cu_seqlens_q
@@ -108,7 +127,7 @@ def segment_of(
         op,
         Needs(
             causal=layer.causal and causal is True,
-            page_size=batch.page_size if op in PAGES else None,
+            page_size=batch.page_size if paged else None,
             query_len=next_power_of_2(max_query_len),
             seq_len=next_power_of_2(max_seq_len),
             lse=lse,
@@ -131,7 +150,17 @@ def segment_of(
         host_seq_lens=seq_lens,
         exact=batch.exact,
     )
-    return segment if graph else prepared(segment, layer)
+    return segment if graph else prepared(segment, layer if paged else of_step(layer))
+
+
+def of_step(layer: Layer) -> Layer:
+    """The layer as kernels over the K and V of a step see it: those are of its own dtype, whatever its cache stores."""
+    return layer if layer.kv_dtype is layer.dtype else _of_step(layer)
+
+
+@cache
+def _of_step(layer: Layer) -> Layer:
+    return replace(layer, kv_dtype=layer.dtype)
 
 
 def prepared(segment: Segment, layer: Layer) -> Segment:

@@ -19,7 +19,7 @@ from portable.chunks import ContextChunk, chunk_context
 from portable.kernel import Kernel, Needs, Op, Segment
 from portable.layer import Layer, UnsupportedError
 from portable.lengths import Int32
-from portable.mha import Choose, prepared, segment_of
+from portable.mha import Choose, of_step, prepared, segment_of, segments_of
 from portable.order import DECODE
 from portable.planned import Padded, Planned
 from portable.ragged import cdiv, next_power_of_2, round_down
@@ -118,10 +118,11 @@ def plan_mla(batch: Batch, layer: Layer, choose: Choose, *, workspace: int, lse:
             whole = segment_of(batch, layer, choose, slice(0, batch.padded_reqs), Op.MLA_DECODE, lse)
             return MlaSegments((whole,), ())
         is_decode = _decodes(batch, threshold, uniform)
-    decodes, prefills = [], []
+    decodes: list[Segment] = []
+    prefills = []
     for requests in _runs(batch, is_decode):
         if is_decode[requests.start]:
-            decodes.append(segment_of(batch, layer, choose, requests, Op.MLA_DECODE, lse))
+            decodes.extend(segments_of(batch, layer, choose, requests, Op.MLA_DECODE, lse))
         else:
             prefills.append(_prefill(batch, layer, choose, requests, workspace, lse))
     return MlaSegments(tuple(decodes), tuple(prefills))
@@ -161,8 +162,10 @@ def _runs(batch: Batch, is_decode: npt.NDArray[np.bool_]) -> list[slice]:
     """Consecutive requests of one kind; rows without new tokens belong to the run around them, those at its end not."""
     rows = is_decode.size
     if rows and batch.query_lens.min() > 0:
-        edges = [0, *((is_decode[1:] != is_decode[:-1]).nonzero()[0] + 1).tolist(), rows]
-        return [slice(a, b) for a, b in pairwise(edges)]
+        edge = (is_decode[1:] != is_decode[:-1]).nonzero()[0]
+        if not edge.size:
+            return [slice(0, rows)]
+        return [slice(a, b) for a, b in pairwise([0, *(edge + 1).tolist(), rows])]
     live = np.flatnonzero(batch.query_lens)
     if not live.size:
         return []
@@ -198,7 +201,7 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
     if batch.self_attention:
         causal = batch.causal if isinstance(batch.causal, bool) else batch.causal[requests]
         seen, cu, logs = causal if layer.causal else False, cu_of[requests.start, requests.stop], lse or bool(chunks)
-        new = prepared(_contiguous(batch, choose, requests, cu, queries, new_lens, seen, logs), layer)
+        new = prepared(_contiguous(batch, choose, requests, cu, queries, new_lens, seen, logs), of_step(layer))
     context = []
     for chunk, rows, host, lens in zip(chunks, spans, pieces, there, strict=False):
         attend = _contiguous(batch, choose, rows, cu_of[rows.start, rows.stop], host, lens, False, True)
@@ -216,7 +219,7 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
             host_query_lens=attend.host_query_lens,
             host_seq_lens=host,
         )
-        context.append(Context(prepared(gather, layer), prepared(attend, layer)))
+        context.append(Context(prepared(gather, layer), prepared(attend, of_step(layer))))
     return Prefill(slice(int(host_cu[requests.start]), int(host_cu[requests.stop])), new, tuple(context))
 
 

@@ -11,7 +11,7 @@ from portable import ops
 from portable.arguments import at_least, checked, named
 from portable.attention import NO_TENSORS, Kernels
 from portable.batch import Batch
-from portable.check import check_cache
+from portable.check import check_cache, check_latent_tensors
 from portable.kernel import KV, AttnOut, Needs, Op
 from portable.layer import Layer, LayerTensors, UnsupportedError
 from portable.limits import Limits
@@ -164,7 +164,8 @@ class MlaAttention(PaddedPlans[MlaPlan]):
 
         Args:
             pad_to: what a step of decodes, of up to 8 new tokens each, is padded to for a graph; see `Attention.plan`.
-            slot: plans of several slots live at the same time, in memory of their own.
+            slot: plans of several slots live at the same time, each in memory and room for partial results of its own,
+                which what runs on the slot shares: on one stream, not on two at once.
 
         Raises:
             ValueError: the step is larger than this object was made for, on another device, or of another page size.
@@ -237,7 +238,10 @@ class MlaAttention(PaddedPlans[MlaPlan]):
             out = q_nope.new_empty((tokens, heads, self.layer.v_head_dim))
         lse = q_nope.new_empty((heads, tokens), dtype=torch.float32) if return_lse else None
         pages = None if cache is None else pages_of(cache)
-        ops.mla_attend(q_nope, q_pe, kv_c, k_pe, pages, *weights, tensors.k_scale, out, lse, plan.handle)
+        sinks, alibi, k_scale, v_scale, q_scale = tensors
+        if not (sinks is alibi is v_scale is q_scale is None):  # the op takes a k_scale alone
+            check_latent_tensors(tensors)
+        ops.mla_attend(q_nope, q_pe, kv_c, k_pe, pages, *weights, k_scale, out, lse, plan.handle)
         return AttnOut(out, lse)
 
     def _check_current(self, plan: MlaPlan) -> None:

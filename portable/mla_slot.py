@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from portable.batch import Batch
 from portable.check import check_latents, check_mla_run, facts, rows, step_facts
 from portable.kernel import KV, Needs, Op, Segment
 from portable.layer import Layer, LayerTensors
-from portable.mha import Choose
+from portable.mha import Choose, of_step
 from portable.mla import Context, MlaPlan, MlaSegments, Prefill, plan_mla
 from portable.mla_weights import MlaWeights, joined
 from portable.parts import Parts
@@ -45,7 +44,7 @@ class MlaSlot:
 
     def __init__(self, layer: Layer, kernels: Choose, workspace: int) -> None:
         self.layer, self.kernels, self.workspace = layer, kernels, workspace
-        self.expanded = replace(layer, kv_dtype=layer.dtype)  # what attends to keys of the step itself
+        self.expanded = of_step(layer)  # what attends to keys of the step itself
         self.rows = INVARIANT_ROWS if layer.batch_invariant else 0
         self.handle = ops.register(self)
         self.plan: MlaPlan | None = None
@@ -105,13 +104,18 @@ class MlaSlot:
         """One layer of the planned step, into `out` and `lse`; padded tokens get 0 and -inf."""
         assert self.plan is not None
         batch, new, halves = self.plan.batch, Latents(*given), MlaWeights(*weights)
-        stride = None if pages is None else pages.stride()
-        key = (self._step, facts(*given, pages, *weights, tensors.k_scale, out), stride)
+        stride, steps = None if pages is None else pages.stride(), out.stride()
+        key = (self._step, facts(*given, pages, *weights, tensors.k_scale, out), stride, steps)
         if key not in self._passed:
             check_mla_run(self.layer, self.plan.of_cache, new, pages, halves, tensors, out)
             if len(self._passed) >= REMEMBERED:
                 self._passed.clear()
             self._passed.add(key)
+        if steps[-1] != 1:  # kernels write the elements of a head side by side
+            dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            self.attend_latents(given, pages, weights, tensors, dense, lse)
+            out.copy_(dense)
+            return
         if batch.padded_tokens > batch.num_tokens:
             out[batch.num_tokens :] = 0
             if lse is not None:

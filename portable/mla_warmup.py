@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -84,12 +85,17 @@ def launches(workspace: int, asked: Iterable[tuple[Op, Needs]]) -> Launch:
     decodes = [need for op, need in asked if op is Op.MLA_DECODE]
     decoders: dict[tuple[int, bool], tuple[Kernel | None, ...]] = {}
 
+    @cache
+    def of(kernel: Kernel) -> Any:  # the same each time: planning asks which of two kernels is the other
+        return kernel if recordable(kernel.caps.provider) else _Silent(kernel.caps)
+
     def launch(layer: Layer, choose: Choose, batch: Batch, kv: KV, tensors: LayerTensors, lse: bool) -> None:
         tokens, heads, rank = batch.num_tokens, layer.num_heads, layer.kv_lora_rank
         nope, rope, v_dim = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
         shapes = ((tokens, heads, nope), (tokens, heads, rope), (tokens, rank), (tokens, rope))
         new = Latents(*(meta(shape, layer.dtype) for shape in shapes))
         weights = MlaWeights(*(meta((heads, width, rank), layer.dtype) for width in (nope, v_dim)))
+        parts = meta((tokens, rank + rope), layer.dtype).split([rank, rope], -1)  # as the latents of one product come
         out = meta((tokens, heads, v_dim), layer.dtype)
         log = meta((heads, tokens), torch.float32) if lse else None
 
@@ -102,13 +108,14 @@ def launches(workspace: int, asked: Iterable[tuple[Op, Needs]]) -> Launch:
 
             def chosen(op: Op, need: Needs, decoder: Kernel | None = decoder) -> Any:
                 kernel = decoder if decoder and op is Op.MLA_DECODE else choose(op, need)
-                return kernel if recordable(kernel.caps.provider) else _Silent(kernel.caps)
+                return of(kernel)
 
             slot = MlaSlot(layer, chosen, workspace)
             segments = plan_mla(batch, layer, chosen, workspace=workspace, lse=lse)
             slot.run(segments, tokens, new, kv.k, weights, tensors, out, log)
             write = chosen(Op.CACHE_WRITE, Needs(page_size=batch.page_size))
-            write.run(new.kv_c, new.k_pe, kv, batch.slot_mapping, layer, tensors)
+            for kv_c, k_pe in product((new.kv_c, parts[0]), (new.k_pe, parts[1])):
+                write.run(kv_c, k_pe, kv, batch.slot_mapping, layer, tensors)
         if not batch.exact:
             change_metadata(choose, batch)
 

@@ -236,6 +236,33 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return guard
 
 
+_SPOKEN = {  # arguments of the ops, as callers know them
+    **{"k_cache": "cache k", "v_cache": "cache v", "cache": "cache k"},
+    **{name: f"tensors.{name}" for name in (*LayerTensors._fields, "a", "d", "dt_bias")},
+    **{name: f"weights.{name}" for name in ("w_uk", "w_uv")},
+}
+
+
+def _fake(op: str) -> Callable[..., None]:
+    """What torch calls in the op's stead where an argument has no memory: to trace it, and for a meta tensor.
+
+    It computes nothing, so with a meta tensor among others `out` would be left as it was: tensors on different devices
+    are refused here, at no cost to a call that runs.
+    """
+    names = [argument.name for argument in getattr(torch.ops.portable, op).default._schema.arguments]
+
+    def fake(*arguments: Any) -> None:
+        given = {n: each.device for n, each in zip(names, arguments, strict=True) if isinstance(each, torch.Tensor)}
+        right = next((device for device in given.values() if device.type != "meta"), None)
+        for name, device in given.items():
+            if right is not None and device != right:
+                latents = op == "cache_write" and "v_cache" not in given
+                name = {"k": "kv_c", "v": "k_pe"}.get(name, name) if latents else name
+                raise ValueError(f"{_SPOKEN.get(name, name)} is on {device}; all tensors of a call must be on {right}")
+
+    return fake
+
+
 for _name, _run in (
     ("attend", _attend),
     ("mla_attend", _mla_attend),
@@ -244,7 +271,7 @@ for _name, _run in (
     ("state_scan", _state_scan),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"portable::{_name}", lambda *_: None, lib=_library)
+    torch.library.register_fake(f"portable::{_name}", _fake(_name), lib=_library)
 
 attend = torch.ops.portable.attend.default
 mla_attend = torch.ops.portable.mla_attend.default

@@ -9,14 +9,18 @@ import importlib.util
 import io
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
+
+from portable.first_import import answer, fault
 
 if TYPE_CHECKING:
     from portable.platform.target import Target
@@ -217,10 +221,26 @@ def _open(package: VendorPackage) -> str | None:
         if package not in _opened:
             noise = io.StringIO()
             with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-                _opened[package] = _in_time(package)
+                _opened[package] = _tried(package) or _in_time(package)
             if noise.getvalue():
                 log.debug("importing %s printed: %s", package.module, noise.getvalue().strip())
         return _opened[package]
+
+
+def _tried(package: VendorPackage) -> str | None:
+    """What another process found when it imported a package that this one has not imported; see `first_import`."""
+    module = _locate(package.module)
+    if module is None or package.bundled or package.module in sys.modules:
+        return None
+    file = Path(str(module.origin))
+    changed = file.stat().st_mtime_ns if file.exists() else None  # of a checkout, whose version stays
+    facts = (_version((package.name, *package.aliases)), _version(("torch",)), sys.version, str(file), changed)
+    return fault(package.module, package.symbols, facts, WARNS, ENDS)
+
+
+def first_import() -> None:
+    """The other process."""
+    answer(lambda module, symbols: _import(VendorPackage(name="", module=module, title="", symbols=tuple(symbols))))
 
 
 def _in_time(package: VendorPackage) -> str | None:

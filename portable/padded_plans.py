@@ -29,6 +29,7 @@ class PaddedPlans(Generic[Plan]):
     limits: Limits
     _last: Size | None = None  # of the last padded plan, within the limits
     _workspace: torch.Tensor | None = None  # what is left of the caller's
+    _held: tuple[torch.Tensor, ...] = ()  # what slots have of it
 
     @named
     def advance(self, plan: Plan) -> torch.Tensor:
@@ -94,27 +95,41 @@ class PaddedPlans(Generic[Plan]):
                 anything else as long as graphs are replayed.
 
         Raises:
-            ValueError: it is another kind of tensor. A plan on a slot for which too little is left raises one too.
+            ValueError: it is another kind of tensor, too small for a slot, or holds a slot already. A plan on a slot
+                for which too little is left raises one too.
         """
         dense = workspace.dim() == 1 and workspace.is_contiguous() and workspace.dtype == torch.uint8
         if not dense or workspace.device != self.device or workspace.is_inference():
             kind = "an inference tensor" if workspace.is_inference() else f"{workspace.dtype} {list(workspace.shape)}"
             raise ValueError(f"workspace is {kind} on {workspace.device}; it must be [n] uint8 on {self.device}, dense")
-        skipped = -workspace.data_ptr() % ALIGNMENT
-        self._workspace = workspace[skipped:]
+        start, need = workspace.data_ptr(), self._room.nbytes
+        block = workspace[-start % ALIGNMENT :]
+        if len(block) < need:
+            raise ValueError(
+                f"workspace has {len(workspace)} bytes, {len(block)} of them from a multiple of {ALIGNMENT} on, and a "
+                f"slot takes {need}; it must be workspace_bytes(slots=n)"
+            )
+        if any(start < held.data_ptr() + len(held) and held.data_ptr() < start + len(workspace) for held in self._held):
+            raise ValueError("workspace holds a plan slot already; give memory that use_workspace was not given before")
+        self._workspace = block
 
     def _bytes_of(self, slots: int) -> int:
         """What padded plans of so many slots take, beside what kernels prepare."""
         at_least(1, slots=slots)
+        return slots * self._room.nbytes + ALIGNMENT
+
+    @property
+    def _room(self) -> Room:
+        """Of one slot, for the largest padded step."""
         reqs, tokens, seq_len = self._largest()
-        return slots * Room(reqs, tokens, cdiv(seq_len, self.limits.page_size)).nbytes + ALIGNMENT
+        return Room(reqs, tokens, cdiv(seq_len, self.limits.page_size))
 
     def _largest(self) -> tuple[int, int, int]:
         """Requests, tokens and the longest sequence of a padded step."""
         return self.limits.max_reqs, self.limits.max_tokens, self.limits.max_seq_len
 
     def _memory(self) -> Persistent:
-        """Of one slot, for the largest padded step."""
+        """Of one slot."""
         return Persistent(*self._largest(), self.limits.page_size, self.device, self._given)
 
     def _given(self, nbytes: int) -> torch.Tensor | None:
@@ -126,8 +141,9 @@ class PaddedPlans(Generic[Plan]):
             raise ValueError(
                 f"workspace has {len(left)} bytes left, and a slot takes {nbytes}; it must be workspace_bytes(slots=n)"
             )
-        self._workspace = left[nbytes:]
-        return left[:nbytes]
+        block, self._workspace = left[:nbytes], left[nbytes:]
+        self._held += (block,)
+        return block
 
     def _kept(self, plan: Plan) -> Plan:
         return plan
@@ -149,11 +165,23 @@ def whole(step: Batch | Parts) -> Batch:
     """A step that can be padded to a size.
 
     Raises:
-        UnsupportedError: it is in parts.
+        UnsupportedError: it is in parts; the message says what to write instead.
+
+    Decodes beside a chunk of a prompt need no parts: they are one step, of a size that says how many tokens there are.
+
+    >>> step = Batch.from_lens([1, 1, 6], [9, 10, 6], block_table=[[3, 7, 1], [4, 2, 9], [5, 8, 0]], page_size=4)
+    >>> size = Size(reqs=4, queries=8, tokens=16)  # for attn.plan(step, pad_to=size)
+    >>> size.why_not(whole(step)), size.level.name
+    (None, 'VARLEN')
+    >>> whole(Parts((step,)))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    portable.layer.UnsupportedError: step is in Parts (a tree, a shared prefix), which are not padded to a size; ...
     """
     if isinstance(step, Parts):
         raise UnsupportedError(
-            "step is in Parts (a tree, a shared prefix), which are not padded to a size; plan them without pad_to "
-            "(decodes beside chunks of prompts are one step, and fit into a Size with tokens)"
+            "step is in Parts (a tree, a shared prefix), which are not padded to a size; write plan(step), without "
+            "pad_to, and run it outside of graphs. For a graph write, instead of prefix(batch, length), plan(batch, "
+            "pad_to=n); instead of a tree a chain of k drafts, plan(Batch.from_lens([1 + k] * n, ...), pad_to=n); for "
+            "decodes beside chunks of prompts one batch of both, plan(batch, pad_to=Size(reqs, queries, tokens=t))"
         )
     return step

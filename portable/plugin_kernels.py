@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from portable import plugins
 from portable.kernel import Kernel, Needs, Op
 from portable.layer import Layer
 from portable.platform.detect import detect
+from portable.proof import package_hash, packages_of
 
 if TYPE_CHECKING:
     from portable.platform.target import Target
@@ -39,9 +39,11 @@ def plugin_kernels(others: Iterable[Kernel]) -> tuple[Kernel, ...]:
     others = tuple(others)
     taken = {kernel.name for kernel in others} | {kernel.caps.provider for kernel in others}
     found: list[Kernel] = []
-    brought = {plugin.name: plugin.distribution for plugin in plugins.listed(plugins.KERNELS)}
-    for name, kernels in plugins.load(plugins.KERNELS, partial(checked, taken)).items():
-        found += (replace(kernel, plugin=f"{brought[name] or name} {digest(kernel)}") for kernel in kernels)
+    loaded = plugins.load(plugins.KERNELS, partial(checked, taken))
+    listed = {plugin.name: plugin for plugin in plugins.listed(plugins.KERNELS) if plugin.state == "loaded"}
+    for name, kernels in loaded.items():
+        brought = listed[name].distribution or name
+        found += (replace(kernel, plugin=f"{brought} {digest(kernel, listed[name].value)}") for kernel in kernels)
     return tuple(found)
 
 
@@ -94,16 +96,15 @@ def fault(kernel: Kernel, target: Target) -> str | None:
     return None if row.status == "parity" else "it serves no case of the contract"
 
 
-def digest(kernel: Kernel) -> str:
-    """Of the source that holds a kernel's function and the files beside it: an edited plug-in is tested again.
+def digest(kernel: Kernel, point: str) -> str:
+    """Of the packages of a kernel's functions and of an entry point's module: an edited plug-in is tested again.
 
     >>> from portable.backends.reference import KERNELS
-    >>> len(digest(KERNELS[0]))
+    >>> len(digest(KERNELS[0], "packaging.version:Version"))
     16
     """
-    module = inspect.getmodule(kernel.run)
-    file = getattr(module, "__file__", None)
-    if module is None or file is None:
-        return "0" * 16
-    files = sorted(Path(file).parent.glob("*.py")) if module.__package__ else [Path(file)]
-    return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()[:16]
+    found = hashlib.sha256()
+    for package in sorted(packages_of(kernel) | {point.partition(":")[0].partition(".")[0]}):
+        with suppress(OSError):  # a file that is gone or cannot be read
+            found.update(package_hash(package).encode())
+    return found.hexdigest()[:16]

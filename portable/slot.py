@@ -34,6 +34,9 @@ class Slot:
     """The newest plan of a slot, and its segments for each way in which `run` may be called.
 
     Parts of a step run without the layer's sinks, into partial outputs that a merge kernel joins, sinks at its end.
+
+    What a kernel prepares, room for its partial results too, belongs to the plan: all layers of the step write there,
+    of a padded one those of every later step of the size as well. So a slot is for one stream at a time.
     """
 
     def __init__(self, layer: Layer, kernels: Kernels) -> None:
@@ -86,19 +89,19 @@ class Slot:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """One layer of the planned step, into `out` and `lse`; padded tokens get 0 and -inf."""
+        """One layer of the planned step, into `out` and `lse`; padded tokens get 0, and -inf or the layer's sink."""
         assert self.plan is not None
-        if out.stride(-1) != 1:  # kernels write the elements of a head side by side
+        parts, steps = self.plan.parts, out.stride()
+        k, v = kv or (None, None)
+        key = (self._step, facts(q, out, k, v, *(new or ())), steps, *_given(k, v, tensors))
+        if key not in self._passed:
+            check_run(self.layer, parts, q, kv, new, tensors, out)
+            self._pass(key)
+        if steps[-1] != 1:  # kernels write the elements of a head side by side
             dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self.attend(q, kv, new, tensors, dense, lse)
             out.copy_(dense)
             return
-        parts = self.plan.parts
-        k, v = kv or (None, None)
-        key = (self._step, facts(q, out, k, v, *(new or ())), *_given(k, v, tensors))
-        if key not in self._passed:
-            check_run(self.layer, parts, q, kv, new, tensors, out)
-            self._pass(key)
         q, new, tensors = rows(q), None if new is None else _pair(new), _flat(tensors)
         if self.plan.padded:
             assert self._refresh is not None

@@ -23,13 +23,18 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device | str
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return tuple([torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays])
+        return tuple([tensor_of(array) for array in arrays])
     block, places = stage(arrays, pin_memory=True)
     there = block.to(device, non_blocking=True)
     return tuple(
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, start in zip(arrays, places, strict=True)
     )
+
+
+def tensor_of(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    """The array as a tensor of the CPU; a copy where it is read only, which no tensor can be."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def stage(arrays: Sequence[npt.NDArray[np.generic]], *, pin_memory: bool) -> tuple[torch.Tensor, list[int]]:

@@ -1,8 +1,9 @@
 """Whether a vendor's kernel may be offered on a device: what its self-test found, kept in memory and on disk.
 
-On a GPU the test runs in a process of its own, for a vendor's fault may end the process, hang, or leave the device
-unusable. That takes seconds, once: the verdict holds for the versions of the kernel's packages, of torch and of
-portable, the architecture and the product, and is read from disk from then on.
+On a GPU, and of a plug-in's kernel anywhere, the test runs in a process of its own, with a context of its own on the
+device: a fault may end the process, hang, or leave the device unusable. That takes seconds, once: the verdict holds for
+the versions of the kernel's packages, of torch and of portable, the architecture and the product, and for a plug-in's
+source, and is read from disk from then on. Where no process can be had, the test runs in a thread of this one.
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ import hashlib
 import json
 import logging
 import os
-import queue
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from portable.cache_dir import cache_dir
+from portable.child import START, Child, EndedError
 from portable.kernel import Kernel
 from portable.packages import Package, compiles_late
 from portable.plugins import heard
@@ -36,7 +35,6 @@ log = logging.getLogger("portable")
 
 OURS = frozenset({"triton"})  # what our own kernels need
 READY = "ready"
-START = 180.0  # seconds for a process to import what it needs and to open the device
 EACH = 60.0  # seconds for the test of one kernel
 CHILD = "import sys; from portable.attention import self_test; self_test(sys.argv[1], sys.argv[2:])"
 
@@ -102,9 +100,10 @@ class Verdicts:
                 and not other.why_not_on(self.target)
                 and not self._remembered(other)[0]
             ]
-            if self.target.device != "cpu":
-                log.info("self-test of %s on %s", ", ".join(k.name for k in alike), self.target.device)
-                faults = dict(apart(self.target.device, [k.name for k in alike], each))
+            if self.target.device != "cpu" or kernel.plugin is not None:
+                device = spelled(self.target)
+                log.info("self-test of %s on %s", ", ".join(k.name for k in alike), device)
+                faults = dict(apart(device, [k.name for k in alike], each))
                 for each_kernel in alike:
                     if each_kernel.name in faults:
                         self._keep(each_kernel, faults[each_kernel.name])
@@ -167,6 +166,19 @@ class Verdicts:
         return json.dumps(facts, sort_keys=True)
 
 
+def spelled(target: Target) -> str:
+    """How another process asks for a target.
+
+    >>> from portable.platform.detect import detect
+    >>> spelled(detect("cpu"))
+    'cpu'
+    """
+    if target.emulated:
+        return f"emulated:{target.arch}"
+    stands_in = target.device == "cpu" and target.vendor != "cpu"
+    return f"{target.vendor}:{target.index}" if stands_in else target.device
+
+
 def is_vendors(kernel: Kernel) -> bool:
     """Whether a kernel is a plug-in's, or calls a package, that is not ours to prove."""
     return kernel.plugin is not None or any(name not in OURS for name, _ in kernel.caps.requires)
@@ -207,66 +219,29 @@ def apart(device: str, names: list[str], each: float = EACH) -> Iterator[tuple[s
 
 def _one_process(device: str, names: list[str], each: float) -> Iterator[str | None]:
     """The faults of the first kernels, to the first that fails; nothing where no test began."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with tempfile.TemporaryFile() as noise:
+    try:
+        child = Child(CHILD, [device, *names])
+    except OSError as error:
+        log.info("no process for the self-test: %s", error)
+        return
+    with closing(child):
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", CHILD, device, *names],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise, env=environ, text=True,
-            )  # fmt: skip
-        except OSError as error:
+            child.hear(START)
+        except EndedError as error:
             log.info("no process for the self-test: %s", error)
             return
-        assert process.stdout is not None
-        lines: queue.Queue[Any] = queue.Queue()
-        threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
-            if _next(lines, START) != READY:
-                log.info("no process for the self-test: %s", _tail(noise))
-                return
             for _ in names:
-                said = _next(lines, each)
-                if isinstance(said, dict):
-                    yield said["fault"]
-                elif said == "time":
-                    yield f"it did not end within {each:g} s"
-                    return
-                else:
-                    yield f"it ended its process with code {process.wait()}: {_tail(noise)}"
-                    return
-                if said["fault"] is not None:
+                fault = child.hear(each)["fault"]
+                yield fault
+                if fault is not None:
                     return  # it may have left the device unusable
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+        except EndedError as error:
+            yield str(error)
 
 
-def _read(stream: IO[str], lines: queue.Queue[Any]) -> None:
-    with suppress(ValueError, OSError):  # closed meanwhile
-        for line in stream:
-            lines.put(json.loads(line))
-    lines.put("end")
-
-
-def _next(lines: queue.Queue[Any], seconds: float) -> Any:
-    try:
-        return lines.get(timeout=seconds)
-    except queue.Empty:
-        return "time"
-
-
-def _tail(noise: IO[bytes]) -> str:
-    """The end of what a process wrote to its stderr, in one line."""
-    noise.seek(max(0, noise.seek(0, os.SEEK_END) - 400))
-    return " ".join(noise.read().decode(errors="replace").split())[-300:] or "it wrote nothing"
-
-
-def answer(test: Callable[[str], str | None], names: Iterable[str], opened: Callable[[], object]) -> None:
-    """The other side of `apart`: a line for the start and one for each kernel. Whatever else prints goes to stderr."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
-        os.dup2(2, 1)
-        opened()
-        print(json.dumps(READY), file=out, flush=True)
-        for name in names:
-            print(json.dumps({"fault": test(name)}), file=out, flush=True)
+def answer(faults: Iterable[str | None], say: Callable[[Any], None]) -> None:
+    """The other side of `apart`, once all is ready: a line for that and one for each kernel."""
+    say(READY)
+    for fault in faults:
+        say({"fault": fault})

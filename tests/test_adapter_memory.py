@@ -121,6 +121,30 @@ def test_layers_take_turns_at_the_same_queries_and_results(made: tuple[Kernel, L
                 check(kernel, case, replace(each, q=inputs.q, segment=inputs.segment), out, lse)
 
 
+def held(kernel: Kernel, inputs: Inputs) -> set[int]:
+    """What a step's calls are given beside numbers: memory by its address, objects of the vendor by theirs."""
+    given = [each for call in inputs.segment.prepared.calls for each in call.values()]
+    tensors = {each.untyped_storage().data_ptr() for each in given if isinstance(each, torch.Tensor) and each.numel()}
+    return tensors | {id(each) for each in given if isinstance(each, flash_mla.SchedMeta)}
+
+
+SCRATCH = ("aiter.decode", "aiter.decode_packed", "aiter.paged", "aiter.mla_decode", "flash_mla.decode")
+
+
+@pytest.mark.parametrize("name", [*SCRATCH, "flash_attn_3.decode"])
+def test_plans_of_two_slots_share_no_scratch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they may run at the same time on two streams; the layers of one plan share it and run in turn."""
+    fake_aiter.install(monkeypatch, new=True)
+    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla.module())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3.module())
+    kernel = NAMED[name]
+    gqa = replace(GQA, qk_head_dim=128, v_head_dim=128, cache_layout=min(kernel.caps.cache_layouts))
+    layer, page_size = (MLA, 64) if kernel.caps.op is Op.MLA_DECODE else (gqa, 16)
+    case = cells.Case(op=kernel.caps.op, layer=layer, lens=((1, 300), (1, 7)), page_size=page_size)
+    first, second = (build(kernel, case, "cpu") for _ in range(2))
+    assert held(kernel, first) and not held(kernel, first) & held(kernel, second)
+
+
 # What a captured graph would do, for stand-ins that, as a GPU's kernels, read no number on the host.
 
 

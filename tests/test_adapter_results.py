@@ -9,13 +9,15 @@ from types import ModuleType
 
 import pytest
 import torch
+from fakes import aiter as fake_aiter
+from fakes import flash_attn_2, flash_attn_3
 from fakes.dense import Empty, attention, check_offsets, contiguous, from_pages, lens_of, need, sides
 from fakes.flash_mla import Build as FlashMlaBuild
 from test_flash_mla import DECODE as FLASH_MLA
 from test_flash_mla import install as install_flash_mla
 
 import portable
-from portable.backends import flash_attn, selftest
+from portable.backends import aiter, flash_attn, selftest
 from portable.backends.adapter import Adapter, Convention
 from portable.conformance import cells, contract
 from portable.conformance.inputs import build as build_inputs
@@ -170,6 +172,44 @@ def test_scales_of_an_fp8_cache_come_in_the_shape_that_is_declared(descale, monk
         else:
             contract.check(kernel, case)
     assert len(shapes - {None}) == (len({len(case.lens)}) if descale == "heads" else 1)
+
+
+SLOPES = ("aiter.varlen", "aiter.varlen_triton", "aiter.paged", "aiter.decode", "aiter.decode_packed")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64, "strided"])
+@pytest.mark.parametrize("name", [*SLOPES, "flash_attn.varlen", "flash_attn.kvcache"])
+def test_slopes_of_any_dtype_and_stride_are_given_as_dense_float32(name, kind, monkeypatch):
+    """2, 8.5: FlashAttention refuses others, and aiter's decode reads what lies at their address."""
+    kernel = next(kernel for kernel in (*flash_attn.KERNELS, *aiter.KERNELS) if kernel.name == name)
+    fake_aiter.install(monkeypatch, new=True)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_2.module(flash_attn_2.CUDA))
+    target = portable.describe("sm90" if kernel.caps.provider == "flash_attn" else "gfx942")
+    layer, page_size = next(selftest.plain_layers(kernel, target))
+    layer = replace(layer, alibi=True)
+    inputs = build_inputs(kernel, cells.Case(op=kernel.caps.op, layer=layer, page_size=page_size), "cpu")
+    slopes = 2.0 ** -torch.arange(1.0, layer.num_heads + 1)
+    given = torch.stack((slopes, slopes + 1), 1)[:, 0] if kind == "strided" else slopes.to(kind)
+    outs = []
+    for each in (slopes, given):
+        outs.append(torch.empty(*inputs.q.shape[:2], layer.v_head_dim, dtype=layer.dtype))
+        tensors = inputs.tensors._replace(alibi=each)
+        kernel.run(inputs.q, inputs.kv, inputs.segment, layer, tensors, outs[-1], None)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_of_any_stride_are_given_dense(dtype, monkeypatch):
+    kernel = next(kernel for kernel in flash_attn.KERNELS if kernel.name == "vllm_flash_attn_3.sinks_varlen")
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", flash_attn_3.vllm_module())
+    layer = replace(LAYER, sinks=True)
+    inputs = build_inputs(kernel, cells.Case(op=Op.PREFILL, layer=layer), "cpu")
+    sinks, outs = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=dtype), []
+    for each in (sinks, torch.stack((sinks, sinks + 1), 1)[:, 0]):
+        outs.append(torch.empty_like(inputs.q))
+        tensors = inputs.tensors._replace(sinks=each)
+        kernel.run(inputs.q, inputs.kv, inputs.segment, layer, tensors, outs[-1], None)
+    assert torch.equal(*outs)
 
 
 # Readings of conventions that are not confirmed: right under each, or refused by the self-test.

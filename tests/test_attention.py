@@ -160,6 +160,10 @@ def test_out_may_be_a_strided_view_and_is_what_run_returns():
     assert attn.run(q, cache, plan, k=k, v=v, out=view).out is view
     torch.testing.assert_close(view, attn.run(q, cache, plan, k=k, v=v).out)
     assert not wide[..., V_DIM:].any()
+    columns = torch.empty(3, V_DIM, HEADS).transpose(1, 2)  # elements of a head lie apart
+    torch.testing.assert_close(attn.run(q, cache, plan, k=k, v=v, out=columns).out, view)
+    with pytest.raises(ValueError, match=r"out has strides \[0, .*; its rows share memory, and each is written"):
+        attn.run(q, cache, plan, k=k, v=v, out=torch.empty(1, HEADS, V_DIM).expand(3, -1, -1))
 
 
 def test_a_stale_plan_is_refused_and_slots_are_apart():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from strategies import assert_same_batch, cases
 
 from portable import Batch
+from portable.block_table import BlockTable
 from portable.lengths import as_table, check_table
 from portable.padding import pad
 from portable.view import View
@@ -88,6 +89,25 @@ def engine_tensors(case, extra_rows=0, extra_tokens=0):
     table = np.pad(case.block_table, ((0, extra_rows), (0, 0)))
     slots = np.array([*case.slots(), *[-1] * extra_tokens], np.int64)
     return [torch.from_numpy(array) for array in (cu, lens, table, slots)]
+
+
+def test_whoever_writes_into_a_batch_of_decodes_leaves_the_others_alone(recwarn):
+    """Into its tensors, or into its arrays as tensors; and no table that is read only is written to."""
+    fields = ("cu_seqlens_q", "seq_lens", "slot_mapping", "query_lens", "host_cu_seqlens_q", "host_seq_lens")
+    table = BlockTable(rows=2, width=3)
+    table.put([0, 0, 1], [0, 1, 0], [7, 9, 4])
+    right = Batch.from_lens([1, 1], [5, 2], block_table=table.pages.copy(), page_size=4)
+    torch.set_warn_always(True)
+    try:
+        for pages in (table, table.pages):
+            batch = Batch.decode([5, 2], pages, page_size=4)
+            assert_same_batch(batch, right, ignore=("pages",))
+            for name in fields:
+                torch.as_tensor(getattr(batch, name)).fill_(77)
+        batch.block_table.fill_(77)
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(each.message) for each in recwarn] and table.pages.tolist() == [[7, 9, 0], [4, 0, 0]]
 
 
 @given(cases(), st.booleans())

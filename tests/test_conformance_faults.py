@@ -43,6 +43,8 @@ WHERE = {  # the features of the kit that are run, where they are not those of s
     "input written": ("extend",),
     "memory written that is not its own": ("strided", "extend"),
     "not batch invariant": (CALL,),
+    "right unless": ("lengths",),
+    "wrong from": ("lengths",),
 }
 
 
@@ -247,6 +249,19 @@ def by_the_batch(q, kv, segment, layer, tensors, out, lse):
     out.mul_(1 + 1e-6 * (len(segment.host_seq_lens) > 1))
 
 
+def spoilt_where(which: Callable[[int, int, int], bool]) -> Callable[..., None]:
+    """Other numbers than any known fault's, in some requests: which(place, keys, how many there are)."""
+
+    def run(q, kv, segment, layer, tensors, out, lse):
+        right(q, kv, segment, layer, tensors, out, lse)
+        ends, lens = segment.cu_seqlens_q.tolist(), segment.seq_lens.tolist()
+        for r, keys in enumerate(lens):
+            if which(r, keys, len(lens)):
+                out[ends[r] : ends[r + 1]] *= -1.5
+
+    return run
+
+
 def flipped_pages(segment):
     counts = -(-segment.host_seq_lens // segment.page_size)
     table = segment.block_table.clone()
@@ -336,6 +351,10 @@ PAGED: dict[str, Callable[..., Any]] = {
     "memory written that is not its own": writes_rows_around,
     "not batch invariant": by_the_batch,
     "raised": refuses,
+    "right unless there is one request": spoilt_where(lambda place, keys, count: count == 1),
+    "wrong from the 9th request on": spoilt_where(lambda place, keys, count: place >= 8),
+    "wrong from the 17th request on": spoilt_where(lambda place, keys, count: place >= 16),
+    "wrong from 2048 keys on": spoilt_where(lambda place, keys, count: keys >= 2048),
 }
 OTHERS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "slot -1 written": (Op.CACHE_WRITE, slot_of_numpy),

@@ -12,6 +12,7 @@ import torch
 from test_conformance_faults import CPU, names_it, small
 
 from portable.backends import reference, reference_mamba, reference_steps
+from portable.conformance.cells import STEPS
 from portable.conformance.features import Scope
 from portable.conformance.outcomes import FAILED, row
 from portable.kernel import Kernel, Op
@@ -20,14 +21,14 @@ from portable.states import PrefillStates
 RIGHT = {
     kernel.caps.op: kernel
     for kernel in (*reference.KERNELS, *reference_mamba.KERNELS, *reference_steps.KERNELS)
-    if kernel.caps.op in (Op.CACHE_COPY, Op.STATE_COPY, Op.REFRESH, Op.ADVANCE, Op.CONV1D, Op.SSD, Op.STATE_UPDATE)
+    if kernel.caps.op in (Op.CACHE_COPY, Op.STATE_COPY, *STEPS, Op.CONV1D, Op.SSD, Op.STATE_UPDATE)
 }
 
 
 def faulty(op: Op, run: Callable[..., Any]) -> Kernel:
     if op is Op.CACHE_COPY:
         return small(op, run)
-    few = {} if op in (Op.REFRESH, Op.ADVANCE) else {"dtypes": {torch.float32}}
+    few = {} if op in STEPS else {"dtypes": {torch.float32}}
     return replace(RIGHT[op], caps=replace(RIGHT[op].caps, **few), run=run)
 
 
@@ -112,6 +113,73 @@ def new_positions(before, held, lens, table, slots, positions, *rest):
         positions.copy_(torch.where(lens != before, lens.long(), positions))
 
 
+NAMES = ("table", "rows", "first", "cells", "pad", "accepted", "most", "kept", "copies")
+
+
+def collected(**changes: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
+    """A collection of other arguments; a change is a function of the right ones."""
+
+    def run(*args):
+        given = dict(zip(NAMES, args, strict=True))
+        RIGHT[Op.COLLECT].run(**{**given, **{name: change(given) for name, change in changes.items()}})
+
+    return run
+
+
+def spoilt(change: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+    """A right collection, and what a change makes of it."""
+
+    def run(*args):
+        RIGHT[Op.COLLECT].run(*args)
+        change(dict(zip(NAMES, args, strict=True)))
+
+    return run
+
+
+def rows_in(given):
+    return torch.arange(len(given["cells"])) if given["rows"] is None else given["rows"]
+
+
+def _moved(rows, given, by):
+    return torch.where(rows < 0, rows, (rows + by) % len(given["table"]))
+
+
+def _own(given):
+    return torch.where(rows_in(given) < 0, -1, torch.arange(len(given["cells"])))
+
+
+def mirrors(given):
+    given["cells"].copy_(given["cells"].flip(1))
+
+
+def forgets_pads(given):
+    given["cells"][rows_in(given) < 0] = -5
+
+
+def pads_with_zero(given):
+    given["cells"][given["cells"] == given["pad"]] = 0
+
+
+def first_of_the_row(given):
+    return None if given["first"] is None else given["first"][rows_in(given).clamp(0) % len(given["first"])]
+
+
+def unbounded(given):
+    if given["kept"] is not None:
+        given["kept"].copy_(given["accepted"])
+
+
+def clears_lists(given):
+    for _, target in given["copies"]:
+        target.zero_()
+
+
+def writes_on(given):
+    cells = given["cells"]
+    if cells.stride(0) > cells.shape[1]:
+        cells.as_strided((len(cells),), cells.stride()[:1], cells.shape[1]).zero_()
+
+
 def stateless(states):
     if isinstance(states, PrefillStates):
         return replace(states, has_initial=torch.zeros_like(states.has_initial))
@@ -187,6 +255,21 @@ FAULTS: tuple[tuple[str, Op, Callable[..., Any]], ...] = (
     ("requests without keys advanced", Op.ADVANCE, advanced(counts_empty)),
     ("the slot of a request that stays is kept", Op.ADVANCE, advanced(keeps_slots)),
     ("positions one too far", Op.ADVANCE, advanced(new_positions)),
+    ("nothing collected", Op.COLLECT, lambda *args: None),
+    ("wrong row collected: one too far", Op.COLLECT, collected(rows=lambda g: _moved(rows_in(g), g, 1))),
+    ("wrong row collected: one before", Op.COLLECT, collected(rows=lambda g: _moved(rows_in(g), g, -1))),
+    ("wrong row collected: that of its own place", Op.COLLECT, collected(rows=_own)),
+    ("row -1 taken for the last one", Op.COLLECT, collected(rows=lambda g: rows_in(g) % len(g["table"]))),
+    ("row -1 taken for the first one", Op.COLLECT, collected(rows=lambda g: rows_in(g).clamp(0))),
+    ("tokens of a row mixed up: in reverse order", Op.COLLECT, spoilt(mirrors)),
+    ("tokens of a row mixed up: first column not read", Op.COLLECT, collected(first=lambda g: None)),
+    ("tokens of a row mixed up: first column of another row", Op.COLLECT, collected(first=first_of_the_row)),
+    ("accepted tokens not kept", Op.COLLECT, collected(kept=lambda g: None)),
+    ("accepted tokens out of bounds are kept", Op.COLLECT, spoilt(unbounded)),
+    ("pad row not written", Op.COLLECT, spoilt(forgets_pads)),
+    ("another pad value", Op.COLLECT, spoilt(pads_with_zero)),
+    ("lists not copied", Op.COLLECT, spoilt(clears_lists)),
+    ("memory written that is not its own", Op.COLLECT, spoilt(writes_on)),
     ("bias dropped", Op.CONV1D, conv(bias=lambda bias: None)),
     ("activation dropped", Op.CONV1D, conv(activate=lambda active: False)),
     ("weights in reverse order", Op.CONV1D, conv(weight=lambda weight: weight.flip(1))),

@@ -12,13 +12,13 @@ import torch
 from launched import captured
 from recording import RULES, CaptureError, Recorder
 
-from portable import Attention, Batch, Layer, Mamba, MlaAttention, UnsupportedError
+from portable import Attention, Batch, Layer, Mamba, MlaAttention, MlaWeights, UnsupportedError
 from portable.backends import reference, reference_mamba, reference_steps
 from portable.block_table import BlockTable
 from portable.graphs import Graphs
 from portable.kernel import Op
 from portable.padding import padded
-from portable.platform.graphs import recording, using
+from portable.platform.graphs import recording, tensors, using
 from portable.sizes import Size, ladder
 from portable.variants import cross
 
@@ -230,13 +230,47 @@ def test_padded_plans_lie_in_the_callers_workspace(recorder):
         with pytest.raises(ValueError, match=r"workspace has \d+ bytes left, and a slot takes \d+"):
             attn.plan(step, pad_to=4, slot=2)
         attn.plan(step, pad_to=2 + REQS // 2, slot=1)  # a slot that has its memory keeps it
-    for wrong in (torch.zeros(9), torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(18, dtype=torch.uint8)[::2]):
-        with pytest.raises(ValueError, match=r"workspace is torch.* on cpu; it must be \[n\] uint8 on cpu, dense"):
+    for wrong in (
+        torch.zeros(9), torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(18, dtype=torch.uint8)[::2],
+        torch.zeros((), dtype=torch.uint8), torch.zeros(9, dtype=torch.int8), torch.zeros(1).byte().expand(9),
+        torch.zeros(9, dtype=torch.uint8, device="meta"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"workspace is .* on .*; it must be \[n\] uint8 on cpu, dense"):
             attn.use_workspace(wrong)
     with torch.inference_mode(), pytest.raises(ValueError, match="workspace is an inference tensor"):
         attn.use_workspace(torch.zeros(9, dtype=torch.uint8))
     with pytest.raises(ValueError, match="slots is 0"):
         attn.workspace_bytes(slots=0)
+
+
+@pytest.mark.parametrize("first", range(17))
+def test_a_workspace_of_any_address_is_aligned_within_and_holds_the_slots_it_was_measured_for(recorder, first):
+    attn, step = World().attn, World().step(reqs=3)
+    need, memory = attn.workspace_bytes(slots=2), torch.full((1 << 17,), 7, dtype=torch.uint8)
+    with torch.inference_mode(first % 2 == 0):
+        attn.use_workspace(memory[first : first + need])
+        plans = [attn.plan(step, pad_to=REQS, slot=slot) for slot in range(2)]
+    for tensor in tensors([plan.parts for plan in plans]):
+        assert tensor.data_ptr() % 16 == 0
+    assert memory[:first].eq(7).all() and memory[first + need :].eq(7).all()
+
+
+def test_a_workspace_that_is_too_small_or_in_use_is_refused_when_it_is_given(recorder):
+    attn = World().attn
+    need = attn.workspace_bytes(slots=1)
+    memory = torch.zeros(3 * need, dtype=torch.uint8)
+    first = -memory.data_ptr() % 16
+    for start, size, left in ((first, need - 17, need - 17), (first + 1, need - 2, need - 17), (first, 0, 0)):
+        with pytest.raises(ValueError, match=f"workspace has {size} bytes, {left} of them from a multiple of 16 on, "
+                           f"and a slot takes {need - 16}; it must be workspace_bytes"):  # fmt: skip
+            attn.use_workspace(memory[start : start + size])
+    attn.use_workspace(memory[:need])
+    attn.plan(World().step(reqs=1), pad_to=2)
+    for start, end in ((0, 3 * need), (0, need), (need - 32, 3 * need)):
+        with pytest.raises(ValueError, match="workspace holds a plan slot already; give memory"):
+            attn.use_workspace(memory[start:end])
+    attn.use_workspace(memory[need:])
+    attn.plan(World().step(reqs=1), pad_to=2, slot=1)
 
 
 def test_steps_of_other_kinds_keep_memory_of_their_own(recorder):
@@ -420,3 +454,37 @@ def test_every_other_row_of_a_table_is_not_the_table(recorder):
     q = torch.randn(2, 4, 8)
     wanted = world.attn.run(q, world.cache, world.attn.plan(other, slot=99)).out
     assert torch.equal(world.attn.run(q, world.cache, world.attn.plan(other, pad_to=2)).out, wanted)
+
+
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_latents_of_many_and_few_requests_replay_one_capture(recorder, monkeypatch, page, where):
+    """40 requests, 3, then 64, of two groups; and in a size of any lengths, idle requests of no length among them."""
+    if where == "device":
+        for module in ("persistent", "refresh"):
+            monkeypatch.setattr(f"portable.{module}.near", lambda batch: False)
+    layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+                      dtype=torch.float64)  # fmt: skip
+    width, rng = 128 // page, np.random.default_rng(page)
+    limits = {"page_size": page, "device": "cpu", "max_reqs": 64, "max_tokens": 256, "max_seq_len": 128}
+    attn, exact = MlaAttention(layer, **limits), MlaAttention(layer, **limits, backend="reference")
+    weights = MlaWeights.from_kv_b_proj(torch.randn(2 * 14, 16, dtype=layer.dtype), layer)
+    pools = [torch.randn(64 * width, page, 20, dtype=layer.dtype) for _ in range(2)]
+
+    def forward(plans, *x):
+        for plan, pool in zip(plans, pools, strict=True):
+            attn.write(*x[2:], pool, plan)
+        return tuple(attn.run(*x, pool, plan, weights).out for plan, pool in zip(plans, pools, strict=True))
+
+    graphs = Graphs(forward, [attn, attn], [Size(64), Size(8, 4, tokens=20)])
+    for reqs, idle in ((40, False), (3, False), (64, False), (8, True), (0, False), (5, True), (64, False)):
+        new = rng.integers(0, 4, reqs) if idle else np.ones(reqs, int)
+        new[2:3] *= not idle
+        new *= np.cumsum(new) <= 20 if idle else 1
+        lens = new + rng.integers(0, 124, reqs) * (new > 0)
+        tables = [rng.permutation(64 * width).reshape(64, width)[:reqs] for _ in pools]
+        groups = [Batch.from_lens(new, lens, block_table=table, page_size=page) for table in tables]
+        x = [torch.randn(new.sum(), *shape, dtype=layer.dtype) for shape in ((2, 8), (2, 4), (16,), (4,))]
+        for out, group, pool in zip(graphs(groups, *x), groups, pools, strict=True):
+            torch.testing.assert_close(out, exact.run(*x, pool, exact.plan(group), weights).out)
+    assert len(graphs.captured) == 2

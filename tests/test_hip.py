@@ -23,8 +23,10 @@ import torch
 
 from portable.backends.hip import FILES, KERNELS, cache, launch, paged_decode, runtime, sources
 from portable.backends.hip.objects import Store
-from portable.kernel import KV
+from portable.conformance.inputs import segment
+from portable.kernel import KV, Segment
 from portable.layer import Layer, LayerTensors
+from portable.platform.detect import describe
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for glob in ("*.cu", "*.h") for path in sorted((ROOT / "backends" / "hip").glob(glob))]
@@ -244,6 +246,26 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
     assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v)) and new(KV(kv.v.clone(), kv.v))
 
 
+def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):
+    """On NVIDIA two cuts of 8 rows differ in threads alone."""
+    layer = Layer.gqa(num_heads=4, num_kv_heads=4, head_dim=128)
+    kv, launched = KV(*torch.zeros(2, 4, 16, 4, 128, dtype=torch.bfloat16)), []
+
+    def prepare(q: Any, kv: KV, segment: Segment, *rest: Any) -> paged_decode._Launch:
+        threads = segment.prepared.cut.threads
+        return paged_decode._Launch(lambda *_: launched.append(threads), ref(kv.k), ref(kv.v), layer)
+
+    monkeypatch.setattr(paged_decode, "_launch", prepare)
+    monkeypatch.setattr(paged_decode, "_launches", launch.Launches())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
+    for queries in (4, 8, 4):
+        with launch.recorded(describe("sm90")):
+            made = segment(paged_decode.KERNELS[0], ((queries, 60),), layer, torch.zeros(1, 4, dtype=torch.int32), 16)
+        q = torch.zeros(queries, 4, 128, dtype=torch.bfloat16)
+        paged_decode.attend(q, kv, made, layer, LayerTensors(), torch.empty_like(q), None)
+    assert launched == [128, 256, 128] and len(paged_decode._launches.known) == 2
+
+
 def test_an_object_is_made_once_and_verified(tmp_path: Path):
     store, made = Store(tmp_path / "objects"), []
 
@@ -369,7 +391,9 @@ def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch
 
     wanted = (
         ("cache", ("ROW=bf16", "STORED=bf16")),
+        ("cache", ("ROW=float", "STORED=float")),
         ("merge", ("ELEMENT=bf16",)),
+        ("merge", ("ELEMENT=float",)),
         ("state_copy", ("UNIT=16",)),
         ("refresh", ()),  # and advance
         ("paged_decode", decode_defines(256, 4, arch=arch)),

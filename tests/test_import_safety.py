@@ -90,6 +90,10 @@ TESTED = "its self-test failed: the first tokens of requests: "
         ("x = 1", "it has no lib.attend"),
         ("import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()", LATE),
         ("import fcntl\na = open(__file__)\nb = open(__file__)\nfcntl.flock(a, 2)\nfcntl.flock(b, 2)", LATE),
+        ("import os\nos.write(2, b'no GPU')\nos._exit(3)", "importing lib ended its process with code 3: no GPU"),
+        ("import os\nos.abort()", "importing lib ended its process with code -6"),
+        ("import ctypes\nctypes.string_at(8)", "importing lib ended its process with code -11"),
+        ("import ctypes\nctypes.PyDLL(None).sleep(60)", LATE),  # and no other thread of its process runs
         ("def attend(*given): raise RuntimeError('no image')", f"{TESTED}RuntimeError: no image"),
         ("import sys\ndef attend(*given): sys.exit(4)", f"{TESTED}SystemExit: 4"),
         ("def attend(q, *given): q.mul_(2)", f"{TESTED}it wrote into q"),

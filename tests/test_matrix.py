@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import html
 import inspect
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import pytest
 
 from portable import cli
 from portable.attention import load_kernels
+from portable.conformance import command
 from portable.kernel import Kernel
 from portable.matrix import jobs_of, lanes, report, results, workflows
 from portable.matrix.results import Results, Shown
@@ -44,6 +48,20 @@ def test_the_lanes_are_those_that_are_wanted() -> None:
     assert set(MATRIX.lane("compile").archs) == declared
 
 
+def test_every_lane_that_runs_kernels_runs_the_whole_kit() -> None:
+    """As the command line reads it, on the lane's device, with a report for the merge and a page for people."""
+    for lane in MATRIX.lanes:
+        if not lane.device:
+            continue
+        (line,) = (line for line in lane.run if line.startswith("portable conformance "))
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        command.add_arguments(parser)
+        args = parser.parse_args(shlex.split(line)[2:])
+        assert args.full and not args.kernel and not args.feature, lane.name
+        assert args.device == (None if lane.devices else lane.device), lane.name
+        assert (args.json, args.html) == ("$OUT/conformance.json", "$OUT/conformance.html"), lane.name
+
+
 def test_hosted_lanes_have_the_versions_that_ci_has() -> None:
     pins = dict(re.findall(r"^(torch|triton)==(\S+)", (ROOT / "ci" / "constraints.txt").read_text(), re.MULTILINE))
     assert pins == {"torch": MATRIX.workflow.torch, "triton": MATRIX.workflow.triton}
@@ -58,8 +76,8 @@ def test_the_workflows_are_valid() -> None:
     """By the schema that GitHub publishes, as check-jsonschema ships it."""
     pytest.importorskip("check_jsonschema")
     files = sorted((ROOT / workflows.FOLDER).glob("*.yml"))
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
-    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, timeout=60)
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*checker, *map(str, files)], capture_output=True, text=True, timeout=60)
     assert len(files) == 2 and done.returncode == 0, done.stdout + done.stderr
     if actionlint := shutil.which("actionlint"):  # no package of pip's brings the original
         done = subprocess.run([actionlint, *map(str, files)], capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -321,6 +339,25 @@ def test_a_real_run_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| cpu | failed | 1 | 1 | 0 | 1 |" in page.read_text()
 
 
+@pytest.mark.parametrize("left", ["reference.paged", "reference.merge"])
+def test_a_run_that_was_cut_short_is_no_pass(tmp_path: Path, left: str) -> None:
+    """Of a kernel that was not reached, and of one that was not ended, whether or not the job's end is known."""
+    cell = {"group": "dtype", "value": "bf16", "status": "parity", "reason": ""}
+    cells = [cell, {**cell, "status": "not run"}] if left == "reference.merge" else [cell]
+    document = {
+        "target": {"arch": "x86_64"},
+        "asked": ["reference.merge", "reference.paged"][: 1 + (left == "reference.paged")],
+        "kernels": [{"name": "reference.merge", "cells": cells}],
+    }
+    (tmp_path / "conformance.json").write_text(json.dumps(document))
+    found = results.read(tmp_path)
+    assert [shown.kernel for shown in found.shown] == ([] if left == "reference.merge" else ["reference.merge"])
+    merged = merge({"mi300x": found}, jobs=None)
+    assert merged["lanes"]["mi300x"]["state"] == "failed"  # type: ignore[index]
+    (said,) = merged["failures"]  # type: ignore[misc]
+    assert said.startswith("lane mi300x: conformance.json: ") and said.endswith(f"to their end: {left}")
+
+
 def test_markup_of_a_lane_stays_text(tmp_path: Path) -> None:
     from portable.matrix import markdown
 
@@ -328,6 +365,10 @@ def test_markup_of_a_lane_stays_text(tmp_path: Path) -> None:
     text = "\n".join(markdown(found))
     line = next(line for line in text.splitlines() if "mi300x" in line)
     assert not set("<`[|") & set(line) and "second" not in line
+    assert html.unescape(line).endswith("<img src=x> [a](b) `c` | d (t.py::x)")
+    found = merge({}, tuple(kernel for kernel in KERNELS if kernel.name == "triton.cache_copy"))
+    rows = [html.unescape(line) for line in markdown(found) if line.startswith("| triton")]
+    assert rows and all(row.startswith("| triton.cache_copy | ") for row in rows), "a reader sees its name"
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1}', '{"a": {}}', "3"])

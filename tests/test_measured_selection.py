@@ -17,6 +17,23 @@ RESULTS = Path(__file__).parent.parent / "ci" / "results"
 RECORDS = {"H100": "mla-sm90.json", "H200": "mla-sm90-h200.json"}
 ALWAYS = {"torch": "2.11.0", "triton": "3.6.0"}
 FA3, FLASH_MLA = {"flash_attn_3": "3.0.0b1"}, {"flash_mla": "1.0.0"}
+UNTIMED = {("H200", "H64 q1 page64 b256 4096", "flash_attn_3.mla_decode")}  # a graph found no memory
+# where vLLM's own call of an operator ("fa3", "flash_mla") takes over 3 % less than what is chosen here: by how much
+BEHIND_BARE_CALLS = {
+    "H100": {"H16 b1 8192": 1.046, "H128 b16 1024": 1.039, "H128 b128 8192": 1.039},
+    "H200": {
+        "H128 b1 8192": 1.046,
+        "H128 b16 1024": 1.038,
+        "H128 b16 8192": 1.058,
+        "H128 b16 32768": 1.042,
+        "H128 b128 8192": 1.035,
+    },
+}
+
+
+def in_grid(name: str) -> str:
+    """The name of a row of the grid for one of the rows that others were timed in too."""
+    return re.sub(r"^(H\d+) b", r"\1 q1 page64 b", name)
 
 
 def choice(product: str, name: str, packages: dict[str, str]) -> str:
@@ -43,19 +60,35 @@ def choice(product: str, name: str, packages: dict[str, str]) -> str:
 @pytest.mark.parametrize("product", RECORDS)
 def test_no_other_kernel_is_more_than_3_percent_faster(product, packages, vendors):
     record = json.loads((RESULTS / RECORDS[product]).read_text(encoding="utf-8"))
-    rows = {re.sub(r"^(H\d+) b", r"\1 q1 page64 b", name): row for name, row in record["rows"].items()}
+    rows = {in_grid(name): row for name, row in record["rows"].items()}
     grid = record["grid"] | {name: row for name, row in rows.items() if " q1 page64 b" in name}
     assert len(grid) > 258
-    slower, chosen, compared = {}, set(), 0
+    slower, chosen, untimed = {}, set(), set()
     for name, times in grid.items():
         kernel = choice(product, name, ALWAYS | packages)
         us = {k: t for k, t in times.items() if k.startswith(("triton", *(f"vllm_{vendor}" for vendor in vendors)))}
         timed = us.get(kernel) or us.get(f"vllm_{kernel}")
         if timed is None:
+            untimed.add((product, name, kernel))
             continue
-        compared += 1
         chosen.add(kernel.removeprefix("vllm_").partition(".")[0])
         if timed > 1.03 * min(us.values()):
             slower[name] = kernel, timed / min(us.values())
-    assert not slower and compared >= 200
+    assert not slower and untimed <= UNTIMED
     assert chosen == {"triton", *("flash_attn_3" if vendor == "flash_attn" else vendor for vendor in vendors)}
+
+
+@pytest.mark.parametrize("product", RECORDS)
+def test_rows_where_an_engines_own_call_is_more_than_3_percent_faster_are_known(product):
+    """A step that was planned ("dispatched") counts as well, where it ran what is still chosen."""
+    record, behind, compared = json.loads((RESULTS / RECORDS[product]).read_text(encoding="utf-8")), {}, 0
+    for name, times in record["rows"].items():
+        if name != in_grid(name):
+            kernel = choice(product, in_grid(name), ALWAYS | {"vllm": "0.33.0"})
+            ours = times["dispatched"] if record["selected"].get(name) == kernel else 0
+            bare = min(times[call] for call in ("fa3", "flash_mla") if call in times)
+            ratio = max(times[kernel], ours) / bare
+            compared += 1
+            if ratio > 1.03:
+                behind[name] = round(ratio, 3)
+    assert behind == BEHIND_BARE_CALLS[product] and compared == 18

@@ -88,6 +88,38 @@ def test_each_new_token_has_one_segment_with_its_own_numbers(case, contiguous, l
             assert segment.block_table is None
 
 
+def test_a_kernel_for_equal_lengths_gets_one_run_of_them_at_a_time():
+    def choose(op, needs):
+        caps = KernelCaps(op=op, name=f"fake.{op}", provider="fake", uniform=needs.query_len <= 4)
+        return Kernel(caps, run=print)
+
+    def pieces(query_lens, context_lens, contiguous=True):
+        lens = np.add(query_lens, context_lens)
+        table = np.zeros((len(lens), 9), np.int32)
+        batch = Batch.from_lens(query_lens, lens, block_table=table, page_size=4)
+        return [
+            (segment.kernel.caps.op, segment.host_query_lens.tolist())
+            for segment in plan_segments(batch, LAYER, choose, contiguous=contiguous, lse=False)
+        ]
+
+    assert pieces([2, 2, 3, 0], [7] * 4) == [(Op.PAGED, [2, 2]), (Op.PAGED, [3])]
+    assert pieces([2, 3, 9], [7] * 3) == [(Op.PAGED, [2, 3, 9])]  # which another kernel serves
+    assert pieces([1, 1, 2, 3], [7, 7, 0, 0]) == [(Op.PAGED, [1, 1]), (Op.PREFILL, [2, 3])]
+    assert pieces([1, 1, 2, 3], [7, 7, 0, 0], False) == [(Op.PAGED, [1, 1]), (Op.PAGED, [2]), (Op.PAGED, [3])]
+
+
+def test_contiguous_keys_are_prepared_for_as_what_they_are_whatever_the_cache_stores():
+    layer = dataclasses.replace(LAYER, kv_dtype=torch.float8_e4m3fn)
+
+    def choose(op, needs):
+        return Kernel(KernelCaps(op=op, name=f"fake.{op}", provider="fake"), run=print, prepare=lambda _, seen: seen)
+
+    batch = Batch.from_lens([1, 9], [7, 9], block_table=np.zeros((2, 3), np.int32), page_size=4)
+    paged, contiguous = plan_segments(batch, layer, choose, contiguous=True, lse=False)
+    assert (paged.kernel.caps.op, contiguous.kernel.caps.op) == (Op.PAGED, Op.PREFILL)
+    assert paged.prepared == layer and contiguous.prepared == LAYER
+
+
 @given(cases())
 def test_without_a_cache_all_requests_make_one_contiguous_segment(case):
     batch = pad(

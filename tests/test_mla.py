@@ -118,6 +118,22 @@ def test_one_long_context_beside_many_tiny_ones_fills_its_chunks():
     assert len(chunks_of(found)) == -(-pages // 32)
 
 
+def test_heads_are_prepared_for_as_what_they_are_and_latents_as_the_cache_stores_them():
+    layer, seen = dataclasses.replace(LAYER, kv_dtype=torch.float8_e4m3fn), []
+
+    def choose(op, needs):
+        caps = KernelCaps(op=op, name=f"vendor.{op}", provider="vendor")
+        return Kernel(caps, run=print, prepare=lambda _, layer: seen.append((op, layer.kv_dtype)))
+
+    plan_mla(step([1, 20], [7, 30]), layer, choose, workspace=64)
+    assert seen == [
+        (Op.MLA_DECODE, torch.float8_e4m3fn),
+        (Op.PREFILL, LAYER.dtype),
+        (Op.CACHE_GATHER, torch.float8_e4m3fn),
+        (Op.PREFILL, LAYER.dtype),
+    ]
+
+
 def test_without_a_context_nothing_is_gathered_merged_or_asked_for_an_lse():
     choose = Chooser()
     found = planned(step([1, 9, 20], [7, 0, 0]), choose=choose)
@@ -148,6 +164,31 @@ def test_the_chosen_kernel_sets_the_threshold(decode, uniform, queries, decoding
     found = planned(step(queries, [20] * 4), choose=Chooser(decode, uniform))
     assert [s.requests for s in found.decodes] == [slice(0, decoding)]
     assert [p.new.requests for p in found.prefills] == [slice(decoding, 4)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts", "pieces"),
+    [
+        ([1, 2, 3], [20, 30, 9], [slice(0, 1), slice(1, 2), slice(2, 3)]),
+        ([3, 3, 0, 1, 1], [9] * 5, [slice(0, 2), slice(3, 5)]),
+        ([2, 2, 20], [9] * 3, [slice(0, 2)]),
+        ([1, 2, 20], [9, 9, 300], [slice(0, 1), slice(1, 2)]),
+    ],
+)
+def test_a_kernel_for_equal_lengths_gets_no_others_though_the_longest_of_the_step_go_to_another(
+    queries, contexts, pieces
+):
+    """The kernel of eight queries, and of the step's longest keys, takes any lengths; that of the decodes does not."""
+
+    def choose(op, needs):
+        uniform = op is Op.MLA_DECODE and needs.query_len <= 4 and needs.seq_len <= 64
+        caps = KernelCaps(op=op, name=f"vendor.{op}.{uniform}", provider="vendor", uniform=uniform)
+        return Kernel(caps, run=print)
+
+    found = planned(step(queries, contexts), choose=choose)
+    assert [segment.requests for segment in found.decodes] == pieces
+    assert all(segment.kernel.caps.uniform for segment in found.decodes)
+    assert [p.new.host_query_lens.tolist() for p in found.prefills] == [[n] for n in queries if n == 20]
 
 
 def test_a_first_chunk_of_one_token_is_a_prefill():
@@ -220,6 +261,14 @@ def test_a_workspace_without_a_page_is_refused_when_it_is_configured():
     with pytest.raises(ValueError, match="workspace is 15 tokens, less than a page of 16; give it at least one page"):
         MlaAttention(mla_layer(), page_size=16, device="cpu", workspace=15)
     assert MlaAttention(mla_layer(), page_size=16, device="cpu", workspace=16).workspace == 16
+
+
+def test_sizes_may_be_integers_of_numpy():
+    sizes = {"page_size": 4, "max_reqs": 5, "max_tokens": 24, "max_seq_len": 40, "workspace": 9, "num_pages": 30}
+    attn = MlaAttention(LAYER, device="cpu", **{name: np.int64(size) for name, size in sizes.items()})
+    assert attn.workspace == 8 and dataclasses.asdict(attn.limits) == {name: sizes[name] for name in list(sizes)[:4]}
+    assert all(type(size) is int for size in (attn.workspace, attn.page_size, attn.max_seq_len))
+    assert attn.plan(step([1, 9], [9, 5], page_size=4)).segments.has_context
 
 
 @pytest.mark.parametrize("name", ["page_size", "max_reqs", "max_tokens", "max_seq_len"])

@@ -24,6 +24,7 @@ from portable import (
 from portable.backends.pages import FP8
 from portable.mla_slot import MlaSlot
 from portable.padding import pad
+from portable.parts import prefix
 from portable.shards import shard, shard_lens
 
 LAYER = mla_layer()
@@ -179,6 +180,44 @@ def test_out_may_be_strided_and_padding_is_empty():
     assert not out[tokens:].any() and torch.isneginf(found.lse[:, tokens:]).all()
 
 
+def side_by_side(tensor):
+    """What a kernel reads and writes that never looks at the last stride."""
+    return tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 1))
+
+
+def of_dense_rows(kernel):
+    """The kernel as one that takes the elements of a head of its outputs to be side by side, whatever they are."""
+
+    def attend(q, kv, segment, layer, tensors, out, lse):
+        kernel.run(q, kv, segment, layer, tensors, side_by_side(out), lse)
+
+    def merge(outs, lses, sinks, out, lse):
+        kernel.run(tuple(map(side_by_side, outs)), lses, sinks, side_by_side(out), lse)
+
+    return dataclasses.replace(kernel, run=merge if kernel.caps.op is Op.MERGE else attend)
+
+
+@pytest.mark.parametrize("shared", [0, 8], ids=["a step", "a step in parts"])
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1)], ids=["of tokens", "of dims"])
+def test_an_out_of_any_strides_is_filled_by_kernels_that_write_dense_rows(order, shared):
+    made, attn = make_step(LAYER, [1, 9], [9, 30]), attention()
+    made.batch.block_table[1, : shared // 4] = made.batch.block_table[0, : shared // 4]
+    made.latents[1][:shared] = made.latents[0][:shared]
+    right = made.right(LAYER)[0]
+
+    def choose(op, needs):
+        kernel = attn._kernels(op, needs)
+        return of_dense_rows(kernel) if op in (Op.PREFILL, Op.MERGE) else kernel
+
+    attn._slots[0] = MlaSlot(LAYER, choose, workspace=8)
+    if shared:
+        made.batch = prefix(made.batch, shared)
+    shape = 10, HEADS, V_DIM
+    out = torch.empty([shape[d] for d in order], dtype=torch.float64).permute([order.index(d) for d in range(3)])
+    assert out.stride(-1) != 1 and made.run(attn, out=out).out is out
+    close(out, right, 1e-10)
+
+
 def test_ranks_that_share_a_context_merge_to_the_whole():
     """F56: a decode over keys spread over two ranks."""
     made = make_step(LAYER, [1, 1, 1], [8, 1, 32], page_size=4)
@@ -233,6 +272,11 @@ def test_what_does_not_fit_is_named():
         ({"cache": None}, "cache is None"),
         ({"weights": MlaWeights(*made.weights[::-1])}, "weights.w_uk has shape"),
         ({"tensors": LayerTensors(k_scale=torch.ones(3))}, r"tensors.k_scale has shape \[3\]"),
+        *(
+            ({"tensors": LayerTensors(**{name: torch.ones(3)})}, rf"tensors\.{name} is given; an MLA layer has")
+            for name in ("sinks", "alibi", "v_scale", "q_scale")
+        ),
+        ({"out": torch.empty(1, 3, 6, dtype=torch.float64).expand(10, 3, 6)}, r"out has strides \[0, 6, 1\]; its rows"),
         ({"plan": dataclasses.replace(plan)}, "plan is stale or another object's"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -247,6 +291,26 @@ def test_what_does_not_fit_is_named():
             attn.plan(step)
     with pytest.raises(ValueError, match="serves 'gqa' layers"):
         Attention(LAYER, page_size=4, device="cpu")
+
+
+def test_an_expanded_out_is_named_behind_one_that_is_not():
+    made, attn = make_step(LAYER, [1, 9], [9, 5]), attention()
+    made.run(attn, out=torch.empty(10, HEADS, V_DIM, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"out has strides \[0, 6, 1\]"):
+        made.run(attn, out=torch.empty(1, HEADS, V_DIM, dtype=torch.float64).expand(10, -1, -1))
+
+
+def test_a_scale_that_kernels_do_not_read_is_named_in_write_and_run():
+    layer = mla_layer(torch.float32, kv_dtype=torch.float8_e4m3fn)
+    made, attn = make_step(layer, [1, 9], [9, 5], k_scale=0.25), attention(layer)
+    made.run(attn)
+    plan, (kv_c, k_pe) = attn.plan(made.batch), made.new.split([RANK, ROPE], -1)
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        tensors, message = LayerTensors(k_scale=torch.ones(()).to(dtype)), "tensors.k_scale is .*; it must be float32"
+        with pytest.raises(ValueError, match=message):
+            attn.write(kv_c, k_pe, made.pages, plan, tensors)
+        with pytest.raises(ValueError, match=message):
+            attn.run(*made.q.split([NOPE, ROPE], -1), kv_c, k_pe, made.pages, plan, made.weights, tensors=tensors)
 
 
 @pytest.mark.parametrize("page", [-1, 1000])

@@ -22,6 +22,9 @@ SMALL = Layer.mla(
     num_heads=3, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, kv_dtype=torch.float8_e4m3fn
 )
 
+# a latent's row is a multiple of 16, and the parts of it are not
+ODD = Layer.mla(num_heads=3, kv_lora_rank=72, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=32)
+
 
 def attention(arch: str, layer: Layer) -> MlaAttention:
     """One whose kernels are chosen, and recorded, for a device that is not here."""
@@ -67,7 +70,9 @@ def kinds(calls) -> dict[object, str]:
     }
 
 
-@pytest.mark.parametrize(("arch", "layer"), [("gfx942", SMALL), ("gfx950", DEEPSEEK), ("sm90", DEEPSEEK)])
+@pytest.mark.parametrize(
+    ("arch", "layer"), [("gfx942", SMALL), ("gfx950", DEEPSEEK), ("sm90", DEEPSEEK), ("gfx942", ODD)]
+)
 def test_no_step_needs_what_the_warm_up_did_not_compile(arch, layer, monkeypatch):
     attn, rng, compiled = attention(arch, layer), np.random.default_rng(5), {}
     monkeypatch.setattr(launch, "warmup", lambda calls, device: compiled.update(kinds(calls)) or len(compiled))
@@ -92,3 +97,14 @@ def test_lengths_are_checked_and_nothing_is_compiled_on_a_cpu():
     assert attn.warmup(query_lens=[1]) == 0
     with pytest.raises(ValueError, match="query_lens holds 9; lengths are 1 to 8"):
         attn.warmup(query_lens=[9])
+
+
+@pytest.mark.parametrize("query_lens", [None, (1, 4)])
+def test_a_forced_reference_is_warm_for_all_that_it_decodes(query_lens):
+    """Drafts on contexts whose lengths the host does not know among them, for which no prefill can be planned."""
+    attn = MlaAttention(SMALL, page_size=PAGE, device="cpu", backend="reference", max_reqs=4, max_tokens=32)
+    assert attn.warmup(query_lens=query_lens) == 0
+    table = np.arange(4, dtype=np.int32).reshape(2, 2)
+    plan = attn.plan(replace(Batch.from_lens([4, 4], [9, 30], block_table=table, page_size=PAGE), exact=False))
+    assert [segment.kernel.name for segment in plan.segments.decodes] == ["reference.mla_decode"]
+    assert not plan.segments.prefills

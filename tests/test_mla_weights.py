@@ -31,6 +31,31 @@ class Pair(Int8Linear):
         return super().forward(x), None
 
 
+class Bytes(torch.nn.Parameter):
+    """A parameter of a class of its own, as those that hold 8 or 4 bits a number have; its scales are elsewhere."""
+
+    def __new__(cls, data: torch.Tensor):
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+class OwnBytes(torch.nn.Linear):
+    """A linear of torch's class with bytes for a weight, which nobody but its own forward understands."""
+
+    def __init__(self, weight: torch.Tensor, stored: torch.Tensor) -> None:
+        super().__init__(RANK, ROWS, bias=False)
+        self.right, self.weight = [weight], Bytes(stored)
+
+    def forward(self, x):
+        return x @ self.right[0].T
+
+
+class Adapted(torch.nn.Linear):
+    """A linear with something learned on top."""
+
+    def forward(self, x):
+        return super().forward(x) + x.sum(-1, keepdim=True) / 4
+
+
 def halves(weight):
     return weight.view(HEADS, NOPE + V_DIM, RANK).split([NOPE, V_DIM], 1)
 
@@ -64,7 +89,57 @@ def test_torchs_own_quantised_linear_dequantises_itself():
     same(MlaWeights.from_kv_b_proj(linear, LAYER), packed.dequantize())
 
 
+STORED = {
+    "int8": lambda weight: (weight * 30).round().to(torch.int8),
+    "fp8": lambda weight: (weight / 0.01).to(torch.float8_e4m3fn),
+    "4 bits": lambda weight: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_linear_of_bytes_that_only_it_understands_dequantises_itself(stored):
+    """Bytes taken as numbers would be of the right shape."""
+    weight = torch.randn(ROWS, RANK)
+    same(MlaWeights.from_kv_b_proj(OwnBytes(weight, STORED[stored](weight)), LAYER), weight)
+
+
+def test_what_a_linear_adds_to_its_product_is_in_the_halves():
+    linear = Adapted(RANK, ROWS, bias=False)
+    torch.testing.assert_close(
+        MlaWeights.from_kv_b_proj(linear, LAYER).w_uk, halves(linear.weight.detach() + 0.25)[0], atol=1e-6, rtol=1e-6
+    )
+    linear = torch.nn.Linear(RANK, ROWS, bias=False)
+    right = linear.weight.detach() * 2
+    handle = linear.register_forward_hook(lambda module, given, out: out * 2)
+    same(MlaWeights.from_kv_b_proj(linear, LAYER), right)
+    handle.remove()
+    linear.forward = lambda x: x @ right.T
+    same(MlaWeights.from_kv_b_proj(linear, LAYER), right)
+
+
+def test_weights_that_come_with_the_call_are_found_though_they_are_on_meta():
+    linear, right = torch.nn.Linear(RANK, ROWS, bias=False, device="meta"), torch.randn(ROWS, RANK)
+    with pytest.raises(ValueError, match="kv_b_proj has a weight on meta; it must be in memory"):
+        MlaWeights.from_kv_b_proj(linear, LAYER)
+    linear.forward = lambda x: x @ right.T
+    same(MlaWeights.from_kv_b_proj(linear, LAYER), right)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_torchs_own_linear_whose_bias_is_a_method_is_taken():
+    linear = torch.nn.Linear(RANK, ROWS, bias=False)
+    (packed,) = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(linear), {torch.nn.Linear})
+    found = MlaWeights.from_kv_b_proj(packed, LAYER)
+    for half, right in zip(found, halves(linear.weight.detach()), strict=True):
+        torch.testing.assert_close(half, right, atol=0.01, rtol=0)
+    with_bias = torch.nn.Sequential(torch.nn.Linear(RANK, ROWS))
+    with pytest.raises(ValueError, match="kv_b_proj is a Linear with a bias"):
+        MlaWeights.from_kv_b_proj(torch.ao.quantization.quantize_dynamic(with_bias, {torch.nn.Linear})[0], LAYER)
+
+
 def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="weight of float8_e4m3fn, whose scales are elsewhere; it must be dequantised"):
+        MlaWeights.from_kv_b_proj(torch.zeros(ROWS, RANK).to(torch.float8_e4m3fn), LAYER)
     with pytest.raises(
         ValueError, match=r"weight of shape \[41, 16\]; 3 heads of 8 \+ 6 on a latent of 16 need \[42, 16"
     ):

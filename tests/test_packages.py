@@ -45,6 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if not path.endswith("-packages"))])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(packages, "_opened", {})
+    monkeypatch.setenv("PORTABLE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", raising=False)
     names = ("aiter", "flash_attn", "flash_attn_2_cuda")
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
@@ -97,9 +98,9 @@ def test_an_import_that_fails_is_tried_once_and_quoted(
     site: Path, capfd: pytest.CaptureFixture[str], statement: str, problem: str
 ) -> None:
     source = f"""\
-        import sys
+        import os, sys
         with open({str(site / "imports")!r}, "a") as file:
-            file.write("x")
+            print(os.getpid(), file=file)
         print("noise")
         print("more noise", file=sys.stderr)
         {statement}
@@ -109,9 +110,45 @@ def test_an_import_that_fails_is_tried_once_and_quoted(
     assert installed()["amd-aiter"].version == "0.1.7"
     assert not (site / "imports").exists()
     assert {installed()["amd_aiter"].problem for _ in range(3)} == {problem}
-    assert (site / "imports").read_text() == "x"
+    here = str(os.getpid())
+    assert [each == here for each in (site / "imports").read_text().split()] == [False, True]  # the first is elsewhere
     assert capfd.readouterr() == ("", "")
     assert dict(choose().rejected)["aiter.prefill"] == (f"amd-aiter 0.1.7 cannot be used: {problem}",)
+
+
+def test_the_first_import_of_a_version_is_in_another_process_and_the_next_are_not(site: Path) -> None:
+    told = str(site / "imports")
+    source = f"import os\nwith open({told!r}, 'a') as file:\n    print(os.getpid(), file=file)\n{AITER}"
+    install(site, {"aiter/__init__.py": source, "aiter/ops.py": "", "aiter/mla.py": MLA}, amd_aiter="0.1.7")
+
+    def processes() -> list[str]:
+        """Where it is imported by a process that has not imported it: "elsewhere", "here"."""
+        packages._opened.clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+            del sys.modules[name]
+        (site / "imports").write_text("")
+        assert installed()["amd-aiter"].problem is None
+        here = str(os.getpid())
+        return ["here" if each == here else "elsewhere" for each in (site / "imports").read_text().split()]
+
+    assert processes() == ["elsewhere", "here"]
+    assert processes() == ["here"]
+    (site / "aiter/__init__.py").write_text(f"{source}\n")  # a checkout changes without a new version
+    assert processes() == ["elsewhere", "here"]
+    (site / "amd_aiter-0.1.7.dist-info").rename(site / "amd_aiter-0.1.8.dist-info")
+    metadata = site / "amd_aiter-0.1.8.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.1.7", "0.1.8"))
+    assert processes() == ["elsewhere", "here"]
+    assert processes() == ["here"]
+
+
+def test_where_no_process_can_be_had_a_package_is_imported_here(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, {"aiter/__init__.py": AITER, "aiter/ops.py": "", "aiter/mla.py": MLA}, amd_aiter="0.1.7")
+    for nothing in (os.devnull, "/bin/true"):  # which cannot be run, and which says nothing
+        monkeypatch.setattr(sys, "executable", nothing)
+        packages._opened.clear()
+        assert installed()["amd-aiter"].problem is None
+    assert not (site / "cache").exists()
 
 
 def test_ctrl_c_during_an_import_is_not_swallowed(site: Path) -> None:

@@ -14,22 +14,23 @@ from recording import Recorder
 
 from portable import KV, Attention, Batch, Layer, MlaAttention, MlaWeights, UnsupportedError
 from portable.backends import reference, reference_steps
-from portable.kernel import GraphLevel
+from portable.kernel import GraphLevel, Op
 from portable.padding import padded
-from portable.platform.graphs import using
+from portable.platform.graphs import tensors, using
 from portable.sizes import Size, ladder, least
-from portable.variants import local, local_capacity, local_size
+from portable.variants import local, local_capacity, local_size, prefix, tree
 
 LAYER = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 PAGES, PAGE, WIDTH = 60, 4, 8
 LIMITS = {"page_size": PAGE, "device": "cpu", "max_reqs": 6, "max_tokens": 48, "max_seq_len": PAGE * WIDTH}
+ORACLES = (*reference.KERNELS, *reference_steps.KERNELS)
 FIELDS = ("cu_seqlens_q", "seq_lens", "slot_mapping", "block_table")
 
 
 @pytest.fixture
 def device_kernels(monkeypatch):
     """The reference, as kernels that a graph may hold."""
-    kernels = tuple(launches(kernel) for kernel in (*reference.KERNELS, *reference_steps.KERNELS))
+    kernels = tuple(launches(kernel) for kernel in ORACLES)
     monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
 
 
@@ -165,6 +166,44 @@ def test_slots_do_not_touch_each_other(device_kernels):
         assert torch.equal(getattr(first.batch, name), value)
 
 
+def in_scratch(kernel):
+    """Attention that leaves its result in scratch of the plan, and copies it out by a second launch."""
+    first, second = launches(kernel), launches(replace(kernel, run=lambda come, to: to.copy_(come)))
+
+    def prepare(segment, layer):
+        return torch.empty(segment.tokens.stop - segment.tokens.start, layer.num_heads, layer.v_head_dim)
+
+    def run(q, kv, segment, layer, given, out, lse):
+        first.run(q, kv, segment, layer, given, segment.prepared, lse)
+        second.run(segment.prepared, out)
+
+    return replace(first, run=run, prepare=prepare)
+
+
+@pytest.mark.parametrize("slots", [(0, 1), (0, 0)])
+def test_two_streams_may_run_steps_of_two_slots_and_not_of_one(monkeypatch, slots):
+    """Two captured steps whose launches alternate: of one slot, what one leaves in scratch is the other's."""
+    kernels = [in_scratch(each) if each.caps.op is Op.PAGED else launches(each) for each in ORACLES]
+    monkeypatch.setattr("portable.attention.load_kernels", lambda: tuple(kernels))
+    recorder, attn = Recorder(), Attention(LAYER, **LIMITS)
+    caches = [tuple(torch.randn(PAGES, PAGE, 2, 8) for _ in range(2)) for _ in range(2)]
+    q, outs, batch = torch.randn(4, 4, 8), torch.zeros(2, 4, 4, 8), batch_of([(1, 9), (1, 3)])
+    with using(recorder):
+        graphs, held = [recorder.CUDAGraph() for _ in slots], []
+        for graph, slot, cache, out in zip(graphs, slots, caches, outs, strict=True):
+            plan = attn.plan(batch, pad_to=4, slot=slot)
+            attn.run(q, cache, plan, out=out)
+            with recorder.graph(graph):
+                attn.run(q, cache, plan, out=out)
+            held.append({(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors(plan.segments)})
+        both = recorder.CUDAGraph()
+        both.operations = [each for pair in zip(*(graph.operations for graph in graphs), strict=True) for each in pair]
+        both.replay()
+    apart = all(end <= other or last <= start for start, end in held[0] for other, last in held[1])
+    wanted = torch.stack([attn.run(q[:2], cache, attn.plan(batch, slot=9)).out for cache in caches])
+    assert apart is torch.allclose(outs[:, :2], wanted) is (slots == (0, 1))
+
+
 def test_a_chunked_layer_is_padded_as_the_requests_that_its_chunks_make(device_kernels):
     layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, chunk=8, dtype=torch.float32)
     attn, plain = Attention(layer, **LIMITS), Attention(layer, **LIMITS)
@@ -178,6 +217,21 @@ def test_a_chunked_layer_is_padded_as_the_requests_that_its_chunks_make(device_k
         assert inner.reqs == local_capacity(size.reqs, size.padded_tokens, 8) and inner.why_not(local(batch, 8)) is None
         out, live = attn.run(q, cache, plan).out, batch.num_tokens
         assert torch.equal(out[:live], plain.run(q[:live], cache, plain.plan(batch)).out) and not out[live:].any()
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize(
+    ("rows", "size", "message"),
+    [
+        ([(1, 4), (2, 7)], 3, "does not fit into 3 x 2 tokens: row 0 has 1 new tokens, where each has 2"),
+        ([(1, 4)] * 3, Size(2, 4), "does not fit into 2 x 4 tokens: it has 3 requests, above 2"),
+        ([(1, 20)], Size(3, seq_len=16), "sequences up to 16: it has a sequence of 21 tokens, above 16"),
+    ],
+)
+def test_a_step_of_chunks_fits_where_the_step_does(device_kernels, chunk, rows, size, message):
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=8, chunk=chunk, dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        Attention(layer, **LIMITS).plan(batch_of(rows), pad_to=size)
 
 
 def test_latents_are_padded_for_decodes_alone(device_kernels):
@@ -203,7 +257,7 @@ def test_latents_are_padded_for_decodes_alone(device_kernels):
 
 
 def test_a_kernel_that_wants_keys_for_padding_gets_them_and_its_output_is_masked(monkeypatch):
-    kernels = tuple(launches(kernel, GraphLevel.UNIFORM) for kernel in (*reference.KERNELS, *reference_steps.KERNELS))
+    kernels = tuple(launches(kernel, GraphLevel.UNIFORM) for kernel in ORACLES)
     kernels = tuple(replace(kernel, caps=replace(kernel.caps, padded_seq_len=1)) for kernel in kernels)
     monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
     attn, batch = Attention(LAYER, **LIMITS), batch_of([(1, 9)])
@@ -215,7 +269,7 @@ def test_a_kernel_that_wants_keys_for_padding_gets_them_and_its_output_is_masked
 
 
 def test_only_a_kernel_of_enough_level_is_chosen(monkeypatch):
-    kernels = tuple(launches(kernel, GraphLevel.UNIFORM) for kernel in (*reference.KERNELS, *reference_steps.KERNELS))
+    kernels = tuple(launches(kernel, GraphLevel.UNIFORM) for kernel in ORACLES)
     monkeypatch.setattr("portable.attention.load_kernels", lambda: kernels)
     attn = Attention(LAYER, **LIMITS)
     assert attn.plan(batch_of([(2, 3)]), pad_to=3).level is GraphLevel.UNIFORM
@@ -261,3 +315,28 @@ def test_a_plan_during_a_capture_is_refused(device_kernels):
         refused = pytest.raises(RuntimeError, match="plan was called while a graph is captured")
         with refused, recorder.graph(graph):
             attn.plan(batch, pad_to=2)
+
+
+def test_what_a_step_in_parts_is_told_to_be_instead_can_be_planned(device_kernels):
+    """A prefix as the batch that it was made of, a tree as a chain, and a prompt beside decodes in one batch."""
+    attn, cache = Attention(LAYER, **LIMITS), tuple(torch.randn(PAGES, PAGE, 2, 8) for _ in range(2))
+    shared = Batch.from_lens([1, 1, 1], [10, 9, 12], block_table=[[3, 7, 1], [3, 7, 2], [3, 7, 4]], page_size=PAGE)
+    parents, slots = torch.tensor([[-1, 0, 1]] * 3), torch.tensor([[80, 81, 82], [90, 91, 92], [100, 101, 102]])
+    drafts = tree(shared, parents, slots, depth=3)
+    told = r"write plan\(step\), without pad_to.*plan\(batch, pad_to=n\).*Size\(reqs, queries, tokens=t\)"
+    for parts in (prefix(shared, 8), drafts):
+        for pad_to in (4, Size(4, 8, tokens=16)):
+            with pytest.raises(UnsupportedError, match=told):
+                attn.plan(parts, pad_to=pad_to)
+    tables = [[3, 7, 20 + row, 30 + row] for row in range(3)]
+    chain = Batch.from_lens([1 + 2] * 3, [12, 11, 14], block_table=tables, page_size=PAGE)
+    both = Batch.from_lens([1, 1, 6], [10, 9, 6], block_table=[[3, 7, 1], [3, 7, 2], [5, 6, 8]], page_size=PAGE)
+    for step, parts, pad_to in (
+        (shared, prefix(shared, 8), 4), (chain, chain, 4), (both, both, Size(4, 8, tokens=16))
+    ):  # fmt: skip
+        tokens = step.num_tokens
+        plan = attn.plan(step, pad_to=pad_to)
+        q = torch.randn(plan.size.padded_tokens, 4, 8)
+        out = attn.run(q, cache, plan).out
+        torch.testing.assert_close(out[:tokens], attn.run(q[:tokens], cache, attn.plan(parts, slot=1)).out)
+        assert not out[tokens:].any()

@@ -142,6 +142,7 @@ LIES = {
 @pytest.mark.parametrize(("right", "wrong", "about"), LIES.values(), ids=LIES)
 def test_a_kernel_that_lies_is_not_offered(install, monkeypatch, caplog, right, wrong, about):
     assert right in RIGHT
+    monkeypatch.setattr(verdicts, "apart", lambda *given: iter(()))  # in a thread: a process for each takes seconds
     monkeypatch.setattr(verdicts.Verdicts.settle, "__defaults__", (1.0,))
     install(kernels_bad=RIGHT.replace(right, wrong))
     assert "acme.paged" in names()
@@ -152,6 +153,53 @@ def test_a_kernel_that_lies_is_not_offered(install, monkeypatch, caplog, right, 
     assert "acme.paged is not used on cpu: its self-test failed" in caplog.text
     chosen = portable.Attention(LAYER, page_size=16, device="cpu").explain()
     assert "acme.paged" not in {row.choice.kernel.name for row in chosen.rows if row.choice}
+
+
+ENDS = "it ended its process with code "
+DEADLY = {
+    "leaves": ("import os; os._exit(3)", f"{ENDS}3"),
+    "aborts": ("import os; os.abort()", f"{ENDS}-6"),
+    "reads nowhere": ("import ctypes; ctypes.string_at(8)", f"{ENDS}-11"),
+    "hangs": ("import ctypes; ctypes.PyDLL(None).sleep(60)", "it did not end within 8 s"),  # and holds every lock
+}
+
+
+@pytest.mark.parametrize(("statement", "reason"), DEADLY.values(), ids=DEADLY)
+def test_a_kernel_that_takes_its_process_along_takes_no_engine(install, monkeypatch, statement, reason):
+    monkeypatch.setattr(verdicts.Verdicts.settle, "__defaults__", (8.0,))
+    bad = RIGHT.replace("    assert kv.v", f"    {statement}\n    assert kv.v")
+    install(kernels_bad=bad, kernels_good=RIGHT.replace("acme", "good"))
+    found = {kernel.name for kernel in portable.available_kernels("cpu")}
+    assert "acme.paged" not in found and "good.paged" in found
+    (kernel,) = (kernel for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    said = attention.verdicts_on(detect("cpu"), {})(kernel)
+    assert said.startswith(f"its self-test failed: {reason}")
+
+
+def test_a_device_that_the_processor_stands_in_for_is_tested_as_itself(install, monkeypatch):
+    """The other process asks for the vendor: of a "cpu" this kernel would refuse everything."""
+    install(kernels_acme=RIGHT.replace('{"acme", "cpu"}', '{"acme"}'), platforms_acme=DEVICES)
+    monkeypatch.setenv("ACME_ON_CPU", "1")
+    target = detect("acme")
+    (kernel,) = (kernel for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    assert verdicts.spelled(target) == "acme:0"
+    assert dict(verdicts.apart(verdicts.spelled(target), ["acme.paged"])) == {"acme.paged": None}
+    assert attention.verdicts_on(target, {})(kernel) is None
+
+
+def test_what_a_helper_module_does_is_tested_again(install, tmp_path):
+    """An edit of any file of the package, and not only of the one that holds the function."""
+    package = tmp_path / "vendor_pkg"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "kernels.py").write_text(RIGHT)
+    (package / "inner" / "launch.cu").write_text("one")
+    install(kernels_acme="from vendor_pkg.kernels import KERNELS")
+    before = next(kernel.plugin for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    (package / "inner" / "launch.cu").write_text("two")
+    forget()
+    after = next(kernel.plugin for kernel in attention.load_kernels() if kernel.name == "acme.paged")
+    assert before.startswith("extra 1.0 ") and after.startswith("extra 1.0 ") and before != after
 
 
 MERGE = """
@@ -270,10 +318,11 @@ def test_two_plug_ins_of_one_name(install, tmp_path):
     other = tmp_path / "other-2.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 2.0\n")
-    (other / "entry_points.txt").write_text("[portable.kernels]\nacme = plugin_9\n")
-    (tmp_path / "plugin_9.py").write_text(RIGHT)
+    (other / "entry_points.txt").write_text("[portable.kernels]\nacme = plugin_z\n")
+    (tmp_path / "plugin_z.py").write_text(RIGHT)
     forget()
     assert "acme.paged" in names()
+    assert {kernel.plugin[:9] for kernel in attention.load_kernels() if kernel.plugin} == {"extra 1.0"}
     assert [(p.distribution, p.state, p.problem) for p in plugins.listed(plugins.KERNELS)] == [
         ("extra 1.0", "loaded", None),
         ("other 2.0", "left out", "another plug-in has that name"),

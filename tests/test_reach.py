@@ -67,6 +67,19 @@ def plain(monkeypatch: pytest.MonkeyPatch, most: int) -> Kernel:
     return Adapter(toy.CALL).kernel(replace(toy.CAPS, max_tensor_bytes=most))
 
 
+def test_the_contract_asks_again_where_memory_lay_out_of_reach(monkeypatch):
+    kernel, seen = plain(monkeypatch, 1 << 40), []
+
+    def run(q, kv, *rest):
+        seen.append(kv.k.data_ptr())
+        if kv.k.data_ptr() == seen[0]:
+            raise UnsupportedError("k crosses a multiple of 4294967296 bytes in memory")
+        kernel.run(q, kv, *rest)
+
+    contract.check(replace(kernel, run=run), CASE)
+    assert len(seen) == 2
+
+
 def test_memory_that_crosses_a_window_of_addresses_is_refused(monkeypatch):
     kernel = plain(monkeypatch, 1 << 40)
     contract.check(replace_convention(kernel, address_window=1 << 62), CASE)

@@ -116,6 +116,10 @@ def test_where_it_is_offered():
         layer = Layer.mla(num_heads=heads, kv_dtype=torch.float8_e4m3fnuz)
         for arch in ("gfx942", "sm90"):
             assert KERNEL.why_not(portable.describe(arch), layer, needs) == ()
+    for rank in (513, 768, 1024):  # 69,632 bytes of LDS and more, or registers that are spilled
+        wide = Layer.mla(num_heads=16, kv_lora_rank=rank)
+        for arch in ("gfx942", "gfx950", "sm90"):
+            assert f"v_head_dim {rank} is above 512" in KERNEL.why_not(portable.describe(arch), wide, needs)
     hopper = mla_decode_hopper.KERNELS[0] if mla_decode_hopper.KERNELS else None
     if hopper is not None:
         layer, sm90 = Layer.mla(num_heads=128), portable.describe("sm90")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import portable
 from portable.conformance import cells
 from portable.kernel import FEATURES, KV, Needs, Segment
 from portable.layer import Layer, LayerTensors
+from portable.limits import Limits
 from portable.platform.target import Target
 
 pytest.importorskip("triton")
@@ -22,7 +24,7 @@ from portable.backends.triton.launch import recorded
 from portable.backends.triton.xcd import order
 
 (KERNEL,) = paged.KERNELS
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm80", "sm89", "sm90")
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm80", "sm86", "sm89", "sm90", "sm120")
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -134,17 +136,43 @@ def test_tiles_that_nothing_can_split_need_one_kernel():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_tile_has_keys_in_multiples_of_16_and_fits_the_device(arch):
     target = portable.describe(arch)
-    for dtype in (torch.float32, torch.bfloat16):
-        for dim in (16, 64, 80, 128, 192, 256):
-            layer = Layer.gqa(num_heads=32, num_kv_heads=4, head_dim=dim, dtype=dtype)
-            for block_m, few in product((16, 32, 64, 128), (False, True)):
-                if block_m <= paged_tiles.rows_of(layer, 1000):
-                    tile = paged_tiles.tile_of(target, layer, block_m, few)
-                    assert tile.block_n % 16 == 0
-                    # a stage of K and V in shared memory for each that is in flight
-                    stages = tile.num_stages - (target.vendor == "nvidia")
-                    pad = 1 << (dim - 1).bit_length()
-                    assert tile.block_n * 2 * pad * dtype.itemsize * max(stages, 1) <= target.shared_memory
+    for dtype, dim in product((torch.float32, torch.bfloat16), (16, 64, 80, 96, 128, 192, 256)):
+        layer = Layer.gqa(num_heads=32, num_kv_heads=4, head_dim=dim, dtype=dtype)
+        pad = (1 << (dim - 1).bit_length()) * dtype.itemsize
+        for block_m, few in product((16, 32, 64, 128), (False, True)):
+            if block_m <= paged_tiles.rows_of(layer, 1000):
+                tile = paged_tiles.tile_of(target, layer, block_m, few)
+                assert tile.block_n % 16 == 0
+                # a stage of K and V in shared memory for each that is in flight, on NVIDIA beside the queries
+                nvidia = target.vendor == "nvidia"
+                stages = max(tile.num_stages - nvidia, 1)
+                assert 2 * stages * tile.block_n * pad + nvidia * block_m * pad <= target.shared_memory
+
+
+@pytest.mark.parametrize("group, queries, dim", [(4, 1, 80), (8, 8, 192)])
+def test_what_is_compiled_fits_99_kib(group, queries, dim, monkeypatch):
+    """Widths are padded: three copies of 64 keys of d80 were 3 KiB more, two of 32 of d192 beside 64 rows one."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "ci")
+    from compile_cases import attention, compiled
+
+    case = attention(lambda: KERNEL, queries, 8192, 16, num_heads=8 * group, num_kv_heads=8, head_dim=dim)
+    found = {name: made.metadata.shared for name, made in compiled(case, "sm86")}
+    assert 0 < found["attend_kernel"] <= portable.describe("sm86").shared_memory
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm90"])
+@pytest.mark.parametrize("group", [1, 3, 4, 5])
+def test_a_warm_up_meets_the_kernels_of_every_number_of_queries(arch, group):
+    """It takes short ones each, and of long ones powers of two."""
+    layer = Layer.gqa(num_heads=2 * group, num_kv_heads=2, head_dim=64)
+    limits = Limits(page_size=16, max_reqs=2, max_tokens=60, max_seq_len=400)
+
+    def kernels(queries):
+        made = [launches(arch, layer, segment([queries] * reqs, [400] * reqs)) for reqs in (1, 2)]
+        return {call.kernel for calls in made for call in calls if "schedule" not in call.kernel.kernel.__name__}
+
+    warm = set().union(*map(kernels, limits.query_lens))
+    assert all(kernels(queries) <= warm for queries in range(1, 61))
 
 
 def test_it_declares_every_feature_and_refuses_what_it_cannot():

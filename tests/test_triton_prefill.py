@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +61,17 @@ def test_every_width_has_a_tile_on_every_architecture(arch, width):
             for piece in pieces(width, tile.piece):
                 assert not piece or (piece >= 16 and piece & (piece - 1) == 0)
             assert width <= sum(pieces(width, tile.piece)) < width + max(16, width)
+
+
+@pytest.mark.parametrize("arch, width, v_width", [("gfx942", 192, 128), ("gfx950", 256, 128)])
+def test_float32_of_two_widths_spills_nothing(arch, width, v_width, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "ci")
+    from compile_cases import attention, compiled, prefill_kernel
+    from compile_facts import facts, faults
+
+    sizes = {"num_heads": 8, "head_dim": width, "v_head_dim": v_width, "dtype": torch.float32}
+    ((_, made),) = compiled(attention(prefill_kernel, 512, 512, None, **sizes), arch)
+    assert faults(facts(made, arch), arch, products=True) == []
 
 
 def test_a_batch_invariant_layer_has_one_tile_for_all_lengths():

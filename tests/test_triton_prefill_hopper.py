@@ -180,7 +180,8 @@ def test_what_is_compiled(width, v_width, page, left):
     first = hopper.power_of_2(width)
     constants = {"HEADS": 8, "RATIO": 4, "WIDTH": first, "REST": width - first, "V_WIDTH": v_width}
     constants |= {"BLOCK_N": keys, "STAGES": 2, "LISTED": width == 192}
-    constants |= {"PAGE": page, "CAUSAL": True, "LEFT": left, "causal": None, "sinks": None}
+    constants |= {"PAGE": page, "CAUSAL": True, "LEFT": left, "causal": None}
+    constants |= {} if left else {"sinks": None}
     constants |= {} if page else {"table": None}
     constants |= {} if width > first else {"q_rest": None, "k_rest": None}
     signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
@@ -191,7 +192,7 @@ def test_what_is_compiled(width, v_width, page, left):
         layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
         signature[name] = f"tensordesc<bf16[{box[0]}, {box[1]}],{layout!r}>"
     signature |= {"out": "*bf16", "lse": "*fp32", "items": "*i32", "scale": "fp32"}
-    signature |= {"table": "*i32"} if page else {}
+    signature |= ({"table": "*i32"} if page else {}) | ({"sinks": "*fp32"} if left else {})
     source = GluonASTSource(kernel, signature, constants, {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
     assert made.metadata.shared <= describe("sm90").shared_memory
@@ -223,3 +224,21 @@ def test_contract(op, listed, monkeypatch):
     kernel = next(kernel for kernel in hopper.KERNELS if kernel.caps.op is op)
     for case in cells.cases(kernel, portable.detect("cuda")):
         contract.check(kernel, case, "cuda")
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not SM90, reason="there is no sm90")
+def test_a_sink_of_minus_infinity_is_no_sink():
+    """Of rows without keys too, whose LSE is then -inf: there -inf - -inf is not a number."""
+    kernel = next(kernel for kernel in hopper.KERNELS if kernel.caps.op is Op.PREFILL)
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64, sinks=True)
+    sinks = torch.tensor([-torch.inf, 0.5, -torch.inf, -1], device="cuda")
+    made = segment(kernel, ((100, 40), (128, 128)), layer, device="cuda")
+    q, k, v = (
+        torch.randn(n, heads, 64, dtype=layer.dtype, device="cuda") for n, heads in ((228, 4), (168, 2), (168, 2))
+    )
+    out, lse = torch.empty_like(q), torch.empty(4, 228, device="cuda")
+    kernel.run(q, KV(k, v), made, layer, LayerTensors(sinks=sinks), out, lse)
+    torch.testing.assert_close(lse[:, :60], sinks[:, None].expand(4, 60))
+    assert not out[:60].any()
+    assert lse[:, 60:].isfinite().all() and not out.isnan().any()

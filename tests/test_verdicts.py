@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,17 +162,20 @@ def test_what_compiles_at_its_first_call_waits_for_settle() -> None:
 
 CHILD = """
 import os, sys, time
+from portable.child import saying
 from portable.verdicts import answer
 def test(name):
     print("noise"); os.write(1, b"more noise\\n")
     if name == "hangs": time.sleep(60)
     if name == "dies": os.write(2, b"Memory access fault by GPU node-1\\n"); os._exit(134)
     if name == "leaves": sys.exit(3)
+    if name == "parent": os.system("sleep 60 &"); time.sleep(60)
     return "out is wrong" if name == "wrong" else None
-def opened():
+os.write(1, b"a banner\\n")
+with saying() as say:
     print("no device?")
     if sys.argv[1] == "none": raise RuntimeError("no device")
-answer(test, sys.argv[2:], opened)
+    answer(map(test, sys.argv[2:]), say)
 """
 
 
@@ -192,6 +196,14 @@ def test_each_fault_has_its_kernel_and_the_rest_is_tested_still() -> None:
     )
     assert found["hangs"] == "it did not end within 2 s"
     assert found["leaves"] is not None and found["leaves"].startswith("it ended its process with code 3")
+
+
+@pytest.mark.usefixtures("child")
+def test_what_a_hanging_test_started_ends_with_it() -> None:
+    """Else the reader of its stream would wait for who holds the other end."""
+    start = time.perf_counter()
+    assert dict(apart("gpu", ["parent"], each=0.5)) == {"parent": "it did not end within 0.5 s"}
+    assert time.perf_counter() - start < 30
 
 
 @pytest.mark.usefixtures("child")

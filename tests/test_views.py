@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from itertools import compress, product
-from weakref import ref
 
 import pytest
 import torch
@@ -99,25 +98,64 @@ def test_a_view_is_made_once_for_each_cache(kept):
     assert len(kept.made) == 3
 
 
-@pytest.mark.parametrize("dies", ["k", "v"])
-def test_nothing_keeps_a_cache_that_has_died(dies):
+@pytest.mark.parametrize("ends", ["del", "data", "set_"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_nothing_keeps_the_memory_of_a_cache(which, ends):
+    """Where it dies, and where it is given other memory in place and is not asked for again."""
     views = Views(latent)
-    k, v = torch.zeros(2, 4, 6), torch.zeros(2, 4, 6)
-    views(KV(k, v))
-    gone = ref({"k": k, "v": v}[dies])
-    if dies == "k":
-        del k
+    caches = [torch.zeros(2, 4, 6), torch.zeros(2, 4, 6)]
+    views(KV(*caches))
+    storage = StorageWeakRef(caches[which].untyped_storage())
+    if ends == "del":
+        del caches[which]
+    elif ends == "data":
+        caches[which].data = torch.ones(2, 4, 6)
     else:
-        del v
+        caches[which].set_(torch.ones(2, 4, 6))
     gc.collect()
-    assert gone() is None and not views._kept
+    assert storage.expired()
+
+
+def test_keys_alone_and_keys_beside_values_have_a_view_each(kept):
+    k, v, other = torch.zeros(2, 4, 6), torch.ones(2, 4, 6), torch.ones(2, 4, 6)
+    for _ in range(3):
+        assert kept(KV(k, None)).v is None
+        assert kept(KV(k, v)).v.data_ptr() == v.data_ptr()
+        assert kept(KV(k, other)).v.data_ptr() == other.data_ptr()
+    assert len(kept.made) == 3
+
+
+def test_a_cache_that_is_cut_from_its_pool_at_each_call_has_one_view(kept):
+    """As engines do that unbind [2, pages, ...] in every layer."""
+    pool = torch.arange(96.0).view(2, 2, 4, 6)
+    for _ in range(3):
+        view = kept(KV(*pool.unbind(0)))
+        assert torch.equal(view.k.squeeze(2), pool[0]) and view.v.data_ptr() == pool[1].data_ptr()
+    assert len(kept.made) == 1
+
+
+def test_caches_that_take_an_address_with_other_strides_are_seen_as_they_lie(kept):
+    memory = torch.arange(96.0)
+    for strides in ((24, 6, 1), (48, 6, 1), (48, 12, 1), (24, 1, 4)) * 2:
+        cache = memory.as_strided((2, 4, 6), strides)
+        assert torch.equal(kept(KV(cache, None)).k.squeeze(2), cache)
+    assert len(kept.made) == 4
+
+
+def test_the_number_of_views_is_bounded_and_none_is_kept_without_memory(kept, monkeypatch):
+    monkeypatch.setattr(Views, "MOST", 3)
+    for layer in [torch.zeros(2, 4, 6) for _ in range(8)]:
+        assert kept(KV(layer, None)).k.data_ptr() == layer.data_ptr()
+        assert len(kept._kept) <= 3
+    for device in ("cpu", "meta"):
+        assert kept(KV(torch.zeros(0, 4, 6, device=device), None)).k.device.type == device
 
 
 def test_memory_that_was_changed_in_place_is_looked_at_anew(kept):
     k, v = torch.zeros(2, 4, 6), torch.ones(2, 4, 6)
-    first = kept(KV(k, v))
+    assert kept(KV(k, v)).k.unique().tolist() == [0.0]
     k.data = torch.full((2, 4, 6), 7.0)
-    assert kept(KV(k, v)).k.unique().tolist() == [7.0] and first.k.unique().tolist() == [0.0]
+    assert kept(KV(k, v)).k.unique().tolist() == [7.0]
     k.set_(torch.arange(48.0).untyped_storage(), 0, (2, 4, 6), (24, 6, 1))
     assert torch.equal(kept(KV(k, v)).k.squeeze(2), torch.arange(48.0).view(2, 4, 6))
     k.as_strided_((2, 4, 6), (24, 1, 4))
@@ -202,22 +240,31 @@ def test_an_alias_is_kept_for_what_is_met_again_and_given_to_any_tensor_there():
     assert len(made) == 2 and seen[1] is seen[2] is seen[3] is seen[4]
     kept(at(memory, 0, (4, 3, 2), torch.float32))
     assert len(made) == 3
+    rows = torch.arange(48).view(4, 12)
     for _ in range(3):
-        assert kept(torch.zeros(2, 3, 4).mT).shape == (2, 1, 4, 3)  # strided, so never kept
-    assert len(made) == 6
+        q, _, _ = rows.split((6, 3, 3), -1)  # rows of q that lie as far apart as those of q, K and V together
+        assert torch.equal(kept(q), q.unsqueeze(1)) and kept(q).stride() == (12, 6, 1)
+    assert len(made) == 5
 
 
-def test_strides_of_a_dimension_of_one_are_not_kept():
+def test_strides_of_a_dimension_of_one_are_kept_apart():
     memory, kept = torch.zeros(24), Aliases(lambda rows: rows)
     odd = memory.as_strided((1, 4, 6), (7, 6, 1))
     for _ in range(2):
-        assert kept(odd).stride()[1:] == (6, 1)
+        assert kept(odd).stride() == (7, 6, 1)
     assert kept(memory.view(1, 4, 6)).stride() == (24, 6, 1)
 
 
-def test_an_alias_holds_no_memory():
+def test_no_alias_is_kept_of_a_tensor_without_elements():
     kept = Aliases(lambda rows: rows.unsqueeze(1))
-    tensor = torch.zeros(2, 3, 4)
+    for device in ("cpu", "cpu", "meta"):  # all at the address 0
+        assert kept(torch.zeros(0, 3, 4, device=device)).device.type == device
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_an_alias_holds_no_memory(strided):
+    kept = Aliases(lambda rows: rows.unsqueeze(1))
+    tensor = torch.zeros(2, 3, 8)[..., :4] if strided else torch.zeros(2, 3, 4)
     found = [kept(tensor) for _ in range(3)]
     assert found[1] is found[2]
     storage = StorageWeakRef(tensor.untyped_storage())

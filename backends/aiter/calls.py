@@ -37,7 +37,7 @@ class Call(Adapter):
     def prepare(self, segment: Segment, layer: Layer) -> Any:
         return super().prepare(segment, replace(layer, sinks=False))
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -47,16 +47,11 @@ class Call(Adapter):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        # with gradients, some of the callables insist on an LSE
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (q, *kv)):
-            with torch.no_grad():
-                self.run(q, kv, segment, layer, tensors, out, lse)
-            return
         if not layer.sinks:
-            super().run(q, kv, segment, layer, tensors, out, lse)
+            super().attend(q, kv, segment, layer, tensors, out, lse)
             return
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32) if lse is None else lse
-        super().run(q, kv, segment, replace(layer, sinks=False), tensors._replace(sinks=None), out, lse)
+        super().attend(q, kv, segment, replace(layer, sinks=False), tensors._replace(sinks=None), out, lse)
         merge_states([out], [lse], tensors.sinks, out, lse)
 
 

@@ -67,7 +67,7 @@ class MlaCall(Call):
         bound("get_mla_metadata_v1", tuple(given))(**given)
         return common | buffers
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -78,14 +78,14 @@ class MlaCall(Call):
         lse: torch.Tensor | None,
     ) -> None:
         if layer.num_heads in HEADS:
-            super().run(q, kv, segment, layer, tensors, out, lse)
+            super().attend(q, kv, segment, layer, tensors, out, lse)
             return
         tokens, heads, width = out.shape
         wide = padded(heads)
         wide_out = out.new_empty(tokens, wide, width)
         wide_lse = None if lse is None else lse.new_empty(wide, tokens)
         wide_q = pad(q, (0, 0, 0, wide - heads))
-        super().run(wide_q, kv, segment, layer, tensors, wide_out, wide_lse)
+        super().attend(wide_q, kv, segment, layer, tensors, wide_out, wide_lse)
         out.copy_(wide_out[:, :heads])
         if lse is not None and wide_lse is not None:
             lse.copy_(wide_lse[:heads])

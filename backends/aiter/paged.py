@@ -24,7 +24,7 @@ class DecodeCall(Call):
     def rows(self, segment: Segment) -> Segment:
         return each_query(segment)
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -36,7 +36,7 @@ class DecodeCall(Call):
     ) -> None:
         assert kv.v is not None
         self.check(kv.k, kv.v)
-        super().run(q, kv, segment, layer, tensors, out, lse)
+        super().attend(q, kv, segment, layer, tensors, out, lse)
 
     def check(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raise a ValueError for pages that the kernel would misread: it takes the strides of K for those of V."""
@@ -51,7 +51,7 @@ class DecodeCall(Call):
 class NhdCall(DecodeCall):
     """Pages of any strides, the same for K and V; scales of single heads go into the queries and the output."""
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -68,7 +68,7 @@ class NhdCall(DecodeCall):
                 tensors = tensors._replace(k_scale=None)
             if tensors.v_scale is not None and tensors.v_scale.numel() > 1:
                 v_scale, tensors = tensors.v_scale, tensors._replace(v_scale=None)
-        super().run(q, kv, segment, layer, tensors, out, lse)
+        super().attend(q, kv, segment, layer, tensors, out, lse)
         if v_scale is not None:
             out.mul_(of_heads(v_scale, layer))
 

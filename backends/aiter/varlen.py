@@ -8,8 +8,8 @@ import torch
 
 from portable.backends.adapter import Convention
 from portable.backends.aiter.calls import ARCHS, HALVES, NEW, OLD, TOLERANCE, Call, module_of
-from portable.kernel import KV, Kernel, KernelCaps, LseForm, Op, Segment
-from portable.layer import Layer, LayerTensors
+from portable.kernel import Kernel, KernelCaps, LseForm, Op, Segment
+from portable.layer import Layer
 from portable.sets import ANY_SIZE, multiple_of
 
 NAMES = {
@@ -55,19 +55,8 @@ class TritonCall(Call):
         form = getattr(module_of(self.convention.module), "_MHA_IMPL", "default")
         return None if form == "default" else f"is set to {form!r}, whose LSE is [H, T]; set 'default'"
 
-    def run(
-        self,
-        q: torch.Tensor,
-        kv: KV,
-        segment: Segment,
-        layer: Layer,
-        tensors: LayerTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        if tensors.alibi is not None:
-            tensors = tensors._replace(alibi=tensors.alibi.float().expand(len(segment.seq_lens), -1))
-        super().run(q, kv, segment, layer, tensors, out, lse)
+    def _slopes(self, slopes: torch.Tensor, segment: Segment) -> torch.Tensor:
+        return slopes.float().expand(len(segment.seq_lens), -1)  # it is told both strides
 
 
 CK = Convention(

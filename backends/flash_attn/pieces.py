@@ -28,7 +28,7 @@ class Pieces(Adapter):
             self._views[reach, width] = Views(lambda kv: in_pieces(kv, width), reach)
         return self._views[reach, width]
 
-    def run(
+    def attend(
         self,
         q: torch.Tensor,
         kv: KV,
@@ -42,7 +42,7 @@ class Pieces(Adapter):
         apart = segment.page_size if kv.k.is_contiguous() else tokens_apart(kv.k)
         if apart != segment.page_size and segment.block_table is not None:
             segment = replace(segment, prepared=self.prepare(spread(segment, apart), layer))
-        super().run(q, kv, segment, layer, tensors, out, lse)
+        super().attend(q, kv, segment, layer, tensors, out, lse)
 
 
 def spread(segment: Segment, apart: int) -> Segment:

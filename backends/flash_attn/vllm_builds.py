@@ -1,9 +1,9 @@
 """FlashAttention 2 and 3 as vLLM ships them: one function, which a version number sends on.
 
 * It takes the lengths of pages in use, not offsets into them; of both, it takes one.
-* Version 2 reads pages of multiples of 16 and need not write to `out`. Version 3 writes to it, and has sinks, which
-  are bfloat16, for V as wide as K and up to 64 heads. They are in the LSE; a row without keys has the sink or -inf
-  there, as its tile was computed or passed over.
+* Version 2 reads pages of multiples of 16. It returns the `out` that it is given, or another tensor in its place.
+* Version 3 writes to `out`, and has sinks, which are bfloat16, for V as wide as K and up to 64 heads. They are in the
+  LSE; a row without keys has the sink or -inf there, as its tile was computed or passed over.
 * Descales, a schedule or `q_v` that version 2 is given are dropped without a word, so it is given none.
 """
 
@@ -23,29 +23,29 @@ from portable.sets import multiple_of
 
 MODULE = "vllm.vllm_flash_attn"
 NEEDS = Requires("vllm", ">=0.11")
-FLAG = {"lse": "return_softmax_lse"}
+FLAG, OUT = {"lse": "return_softmax_lse"}, {"out": "out"}
 CONTIGUOUS, PAGES = {"cu_seqlens_k": "cu_seqlens_k"}, {"seq_lens": "seqused_k", "block_table": "block_table"}
 SCHEDULE = {"scheduler_metadata": version3.scheduler_metadata(MODULE)}
 
 VARLEN_V2 = Convention(
     module=MODULE,
     function="flash_attn_varlen_func",
-    names={**PACKED, **SOFTCAP, **ALIBI, **FLAG, **CONTIGUOUS},
+    names={**PACKED, **SOFTCAP, **ALIBI, **FLAG, **CONTIGUOUS, **OUT},
     fixed={"fa_version": 2},
     equal_value_dim=True,
     folds_single=True,
     lse=LseForm(empty="+inf"),
 )
-PAGED_V2 = replace(VARLEN_V2, names={**PACKED, **SOFTCAP, **ALIBI, **FLAG, **PAGES}, equal_value_dim=False)
+PAGED_V2 = replace(VARLEN_V2, names={**PACKED, **SOFTCAP, **ALIBI, **FLAG, **PAGES, **OUT}, equal_value_dim=False)
 VARLEN_V3 = Convention(
     module=MODULE,
     function="flash_attn_varlen_func",
-    names={**PACKED, **SOFTCAP, **FLAG, **CONTIGUOUS, "out": "out"},
+    names={**PACKED, **SOFTCAP, **FLAG, **CONTIGUOUS, **OUT},
     fixed={"fa_version": 3},
     equal_value_dim=True,
     writes_out=True,
 )
-PAGED_V3 = replace(VARLEN_V3, names={**PACKED, **SOFTCAP, **FLAG, **PAGES, "out": "out"}, equal_value_dim=False)
+PAGED_V3 = replace(VARLEN_V3, names={**PACKED, **SOFTCAP, **FLAG, **PAGES, **OUT}, equal_value_dim=False)
 PAGED_V3_SCHEDULED = replace(PAGED_V3, step=SCHEDULE)
 MLA_V3 = replace(PAGED_V3, names={**PAGED_V3.names, "qv": "q_v"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -76,7 +77,7 @@ class Prepared:
     chunk: int  # least keys of a part
     splits: int  # most parts
     blocks: int  # of the launch
-    kind: tuple[int | bool, ...]  # what a prepared launch depends on
+    kind: int  # of the step, for a prepared launch: its cut, row_blocks, and whether causal for all
     table: ReferenceType[torch.Tensor]
     step: bytes  # of `STEP`, for this table
     numbers: tuple[int, ...]  # pairs, chunk and splits, as divisors
@@ -150,12 +151,21 @@ def prepare(segment: Segment, layer: Layer) -> Prepared:
         arrived = segment.seq_lens.new_zeros(pairs)
     causal, table = segment.causal, segment.block_table
     assert table is not None
-    kind = cut.rows, row_blocks, causal is True
+    kind = _kind(cut, row_blocks, causal is True)
     shared = parts, tops, totals, arrived
     numbers = *divide(max(1, pairs)), *divide(chunk), *divide(splits)
     step = _step_of(segment, shared, numbers)
     scaled = layer.kv_dtype.itemsize == 1
     return Prepared(cut, row_blocks, scaled, chunk, splits, pairs * splits, kind, ref(table), step, numbers, *shared)
+
+
+_kinds = count()
+
+
+@cache
+def _kind(*facts: object) -> int:
+    """A number that stands for equal facts and no others: a launch's key is hashed each time."""
+    return next(_kinds)
 
 
 def _of_step(segment: Segment, shared: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -215,7 +225,7 @@ def attend(
     made: Prepared = segment.prepared
     k, v = kv
     assert v is not None
-    if not q.shape[0]:
+    if not q.numel():
         return
     key: tuple[Any, ...] = id(layer), id(k), made.kind, q.stride(), out.stride(), None if lse is None else lse.stride()
     k_scale_at = v_scale_at = 0

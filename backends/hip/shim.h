@@ -12,6 +12,7 @@
 #define ANY(condition) __any(condition)
 #define HALF_TO_FLOAT(bits) ((float)__builtin_bit_cast(_Float16, bits))
 #define FLOAT_TO_HALF(x) __builtin_bit_cast(unsigned short, (_Float16)(x))
+#define BRANCH_APART() __builtin_amdgcn_sched_barrier(0)  // no instruction
 #else
 #define SHUFFLE_XOR(value, lanes) __shfl_xor_sync(~0u, value, lanes)
 #define SHUFFLE(value, lane, width) __shfl_sync(~0u, value, lane, width)
@@ -20,6 +21,7 @@ extern "C" __device__ float __nv_half2float(unsigned short);  // of libdevice, w
 extern "C" __device__ unsigned short __nv_float2half_rn(float);  // instruction each
 #define HALF_TO_FLOAT(bits) __nv_half2float(bits)
 #define FLOAT_TO_HALF(x) __nv_float2half_rn(x)
+#define BRANCH_APART()
 #endif
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
@@ -134,7 +136,8 @@ template <> struct From<bf16> {
 };
 
 // COUNT elements of a row as words, so that they stay in registers whatever is done with one of them. Read and written
-// as one vector where `whole`, else element by element, `step` apart, the first `count` of them.
+// as one vector where `whole`, else element by element, `step` apart, the first `count` of them. Of words, clang would
+// make the last element's access of both branches one, and 4 and 12 bytes of the vector's.
 template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Few {
     u32 word[sizeof(T) * COUNT / 4];
 
@@ -152,8 +155,12 @@ template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Few {
 
 template <typename T, int COUNT, typename Step>
 DEVICE Few<T, COUNT> read(const T* from, bool whole, int count, Step step) {
-    if (whole) return *(const Few<T, COUNT>*)from;
     Few<T, COUNT> few;
+    if (whole) {
+        few = *(const Few<T, COUNT>*)from;
+        if (sizeof(T) == 4) BRANCH_APART();
+        return few;
+    }
     few.clear();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
@@ -165,6 +172,7 @@ template <typename T, int COUNT, typename Step>
 DEVICE void write(T* to, Few<T, COUNT> few, bool whole, int count, Step step) {
     if (whole) {
         *(Few<T, COUNT>*)to = few;
+        if (sizeof(T) == 4) BRANCH_APART();
         return;
     }
 #pragma unroll

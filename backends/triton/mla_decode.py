@@ -1,4 +1,4 @@
-"""MLA decode over the latent cache, cut into items by `schedule`, for any rank, page size and number of heads.
+"""MLA decode over the latent cache, cut into items by `schedule`: ranks up to 512, any page size and number of heads.
 
 The rows of a tile are the (query token, head) pairs of a request: all heads share the latent rows, so a tile reads
 each of them once for all. Where a tile's keys are split, a second kernel joins the parts.
@@ -16,13 +16,13 @@ from portable.backends.triton.launch import Bound, bound, target_of
 from portable.backends.triton.mla_decode_combine import combine_mla_kernel, shape_of
 from portable.backends.triton.mla_decode_kernel import attend_mla_kernel
 from portable.backends.triton.mla_decode_tiles import Tile, padded, tile_of
-from portable.backends.triton.paged import fp8_options, launch_options
+from portable.backends.triton.paged import LONG, fp8_options, launch_options
 from portable.backends.triton.paged_result import LOG2E
 from portable.backends.triton.schedule import Schedule, schedule
 from portable.kernel import KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.target import Target
-from portable.sets import ANY_SIZE, Sizes
+from portable.sets import Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ def prepare(segment: Segment, layer: Layer, tile: Tile | None = None) -> Prepare
     """List the segment's work on its device."""
     target = target_of(segment.seq_lens)
     tile = tile or tile_of(target, layer, segment.max_query_len)
-    rows = min(tile.block_m, layer.num_heads * segment.max_query_len)
+    rows = tile.block_m if segment.max_query_len >= LONG else min(tile.block_m, layer.num_heads * segment.max_query_len)
     once = (target.compute_units or 64) * tile.programs
     work = schedule(
         segment,
@@ -162,7 +162,8 @@ KERNELS = (
             op=Op.MLA_DECODE,
             name="triton.mla_decode",
             kv_dtypes=frozenset(FLAVOURS),
-            head_dims=ANY_SIZE,
+            head_dims=Sizes(most=576),
+            v_head_dims=Sizes(most=512),  # 16 queries of 1,024 columns and more do not fit a gfx942, or spill
             gqa_ratios=Sizes(most=128),
             page_sizes=Sizes(most=256),
             features=frozenset({"noncausal", "lse", "batch_invariant"}),

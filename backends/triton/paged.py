@@ -28,6 +28,7 @@ from portable.layer import Layer, LayerTensors
 from portable.platform.target import Target
 from portable.sets import ANY_SIZE, Sizes, multiple_of
 
+LONG = 16  # query tokens from which on rows of a tile are counted as live: else each length had kernels of its own
 JOINS = 16  # rows that a compute unit joins at once; where few tiles are split, most of more programs would find none
 
 
@@ -50,7 +51,7 @@ def prepare(segment: Segment, layer: Layer, tile: Tile | None = None) -> Prepare
     """List the segment's work on its device."""
     target = target_of(segment.seq_lens)
     block_m = rows_of(layer, segment.max_query_len)
-    rows = min(block_m, layer.group * segment.max_query_len)
+    rows = block_m if segment.max_query_len >= LONG else min(block_m, layer.group * segment.max_query_len)
     tiles = triton.cdiv(layer.group * segment.max_query_len, block_m)
     run = run_of(tiles, target.xcds)
     units = target.compute_units or 64

@@ -44,8 +44,9 @@ def finish(
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=0).to(tl.float32) * LOG2E
         top = tl.maximum(most, sink)
-        shrink = tl.math.exp2(most - top)
-        norm = norm * shrink + tl.math.exp2(sink - top)
+        shift = tl.where(top == float("-inf"), 0.0, top)  # a sink of -inf, and no key: -inf - -inf would be NaN
+        shrink = tl.math.exp2(most - shift)
+        norm = norm * shrink + tl.math.exp2(sink - shift)
         total *= shrink[:, None]
         most = top
     columns = tl.arange(0, PAD_V)

@@ -60,7 +60,8 @@ def tile_of(target: Target, layer: Layer, block_m: int, few: bool = False) -> Ti
         return Tile(block_n=block_n, num_warps=4, num_stages=2, programs=2, masked=False, options=options)
     if block_m >= 64:
         block_n = 64 if row <= 512 else 32
-        return Tile(block_n=block_n, num_warps=block_m // 16, num_stages=3, programs=1, turns=2, masked=False)
+        tile = Tile(block_n=block_n, num_warps=block_m // 16, num_stages=3, programs=1, turns=2, masked=False)
+        return fitting(tile, target, layer, block_m)
     if layer.window[0] is None and layer.kv_dtype.itemsize > 1:  # of fp8 they took 94 us, not 64, for 8x8k
         # measured on an H100, us beside those of 64 keys, 4 warps, 4 stages, 2 programs
         if row <= 256:  # d64: 8x8k 56.1 and 58.0, 256x8k 1455 and 1506, but 64x1k 56.5 and 54.6
@@ -75,9 +76,11 @@ def tile_of(target: Target, layer: Layer, block_m: int, few: bool = False) -> Ti
 def fitting(tile: Tile, target: Target, layer: Layer, block_m: int) -> Tile:
     """The tile, with one copy fewer in flight where shared memory does not hold all of them beside the queries.
 
-    The 99 KiB of an sm86, sm89 or sm120 hold two copies of 64 keys of d128, not three: 104,448 bytes.
+    The 99 KiB of an sm86, sm89 or sm120 hold two copies of 64 keys of d128, not three: 104,448 bytes; nor do they hold
+    three of d80, which is padded to as much, or two of 32 keys of d256 beside 64 rows: 102,400 bytes.
     """
-    row = (layer.qk_head_dim + layer.v_head_dim) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
-    queries = block_m * (layer.qk_head_dim + tile.block_n) * layer.dtype.itemsize  # and their weights
-    taken = (tile.num_stages - 1) * tile.block_n * row + queries
+    k_width, v_width = (1 << (width - 1).bit_length() for width in (layer.qk_head_dim, layer.v_head_dim))
+    row = (k_width + v_width) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
+    weights = tile.block_n if block_m < 128 else 0  # a row; those of 128 rows stay in registers
+    taken = (tile.num_stages - 1) * tile.block_n * row + block_m * (k_width + weights) * layer.dtype.itemsize
     return tile if taken <= target.shared_memory else replace(tile, num_stages=tile.num_stages - 1)

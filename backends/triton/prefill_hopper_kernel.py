@@ -181,8 +181,9 @@ def _consume(
         if sinks is not None:
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             now = gl.maximum(most, sink)
-            factor = gl.exp2(most - now)
-            total = total * factor + gl.exp2(sink - now)
+            shift = gl.where(now == float("-inf"), 0.0, now)  # a sink of -inf, and no key: -inf - -inf would be NaN
+            factor = gl.exp2(most - shift)
+            total = total * factor + gl.exp2(sink - shift)
             most = now
             factor = factor / total
         else:

@@ -111,6 +111,8 @@ def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
         tile = replace(tile, rows=min(tile.rows, 64), keys=32 if columns <= 256 else 16, warps=4, stages=1)
         if target.vendor != "amd":  # without matrix units: a product of float32 is made of multiply-adds there
             return replace(tile, rows=32, warps=8)
+        if tile.options and columns > 256:  # by 32 rows a wave, 192/128 spilled 20 registers on a gfx942
+            tile = replace(tile, options=_WIDE, piece=min(tile.piece, 128))
     if rows is not None and rows <= 64 and not layer.batch_invariant:
         tile = replace(tile, rows=32 if rows <= 32 else 64, keys=min(tile.keys, 32), warps=2 if rows <= 32 else 4)
     return tile

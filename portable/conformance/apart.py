@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from portable.child import START
 from portable.conformance import report
 from portable.conformance.features import Probe, Scope, probes
 from portable.conformance.laws import Law
 from portable.conformance.outcomes import FAILED, NOT_RUN, PARITY, Judge
-from portable.conformance.process import START, Process
+from portable.conformance.process import Process
 from portable.kernel import Kernel
 from portable.platform.target import Target
 
@@ -194,10 +195,10 @@ class Hand:
         kind = "ready"
         if process is None:
             process = Process(self.arguments, self.stop)
-            kind, said = process.hear(START)
+            kind, said = process.next(START)
         if kind == "ready":
             process.ask(work.kernel.name, number)
-            kind, said = process.hear(self.each)
+            kind, said = process.next(self.each)
         usable = False
         if kind == "cell":
             cell, seconds, usable = said

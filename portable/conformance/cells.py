@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from portable.conformance import recurrent
+from portable.conformance.lens import LENS, LONG, NAMED, Lens
 from portable.kernel import ATTENTION, PAGES, GraphLevel, Kernel, Needs, Op
 from portable.layer import Layer, default_scale
 from portable.platform.target import Target
@@ -17,29 +18,6 @@ from portable.ragged import next_power_of_2
 
 Cell = dict[str, Any]
 Axes = Mapping[str, Sequence[Any]]
-Lens = tuple[tuple[int, int], ...]  # (query length, sequence length) of each request
-
-LENS: Mapping[str, Lens] = {
-    "extend": ((3, 7), (0, 5), (5, 40), (0, 0), (2, 20)),
-    "decode": ((1, 1), (1, 17), (1, 33), (1, 6)),
-    "prefill": ((5, 5), (1, 1), (12, 12)),
-    "verify": ((4, 9), (4, 30)),
-    "no_keys": ((2, 0), (3, 3), (1, 0), (4, 6)),
-    "more_queries": ((6, 3), (2, 0), (5, 4), (3, 9)),
-    "long": ((1, 300), (7, 263), (2, 5)),
-    "long_decode": ((1, 300), (1, 257), (1, 0), (1, 4)),
-}
-LONG: Mapping[str, Lens] = {  # for kernels that want more queries than those have
-    "prompts": ((64, 64), (130, 130), (200, 200)),
-    "chunks": ((130, 300), (65, 400), (64, 65), (0, 5)),
-    "beside_decodes": ((1, 150), (128, 128), (7, 63)),
-    "no_keys": ((70, 0), (128, 128), (100, 40)),
-}
-MORE: Mapping[str, Lens] = {  # what a report asks beside those
-    "holes": ((1, 9), (0, 0), (2, 12), (0, 0), (0, 6), (1, 20)),
-    "to_32k": ((1, 32768), (5, 20011), (1, 17), (3, 4097)),
-    "prompts_to_32k": ((64, 32768), (130, 20011), (1, 17), (70, 4097)),
-}
 CALLED = ("page_size", "scales", "lse", "strided", "slots", "in_place", "parts", "joined", "same_pool")
 LATENT_PAGES = ("nhd", "interleaved")
 PACKED = ("k_packed", "shuffled")  # values of `pages` that are layouts of their own; the others are strided views
@@ -155,6 +133,16 @@ def longest(lens: Lens) -> int:
     return next_power_of_2(max(1, *(q for q, _ in lens)))
 
 
+def lens_for(kernel: Kernel) -> tuple[str, ...]:
+    """The lengths that are asked of a kernel: `LONG` where it attends and takes none of those with fewer queries."""
+    if kernel.caps.op not in ATTENTION:
+        return tuple(LENS)
+    few = [lens for name, lens in LENS.items() if name not in LONG]
+    if all(kernel.caps.query_lens.why_not("", longest(lens)) for lens in few):
+        return tuple(LONG)
+    return (*LENS, "many_prompts") if kernel.caps.query_lens.why_not("", longest(LENS["many"])) else tuple(LENS)
+
+
 def case_of(op: Op, cell: Cell) -> Case | None:
     """The case of a cell; None where its values exclude each other: scales of a wide type, a page too small to pack."""
     if op in recurrent.AXES:
@@ -191,7 +179,7 @@ def case_of(op: Op, cell: Cell) -> Case | None:
             cache_layout=pages if pages in PACKED else "strided",
             **types,
         )
-    lens = {**LENS, **LONG, **MORE}[cell.get("lens", "extend")]
+    lens = NAMED[cell.get("lens", "extend")]
     causal = cell.get("causal", True)
     if causal == "layer":
         layer, causal = replace(layer, causal=False), False
@@ -277,8 +265,8 @@ def cases(kernel: Kernel, target: Target, most: int = 40) -> Iterator[Case]:
         return case is not None and not kernel.why_not(target, case.layer, case.needs())
 
     axes = AXES[op]
-    if op in ATTENTION and all(kernel.caps.query_lens.why_not("", longest(lens)) for lens in LENS.values()):
-        axes = {**axes, "lens": tuple(LONG)}
+    if op in ATTENTION:
+        axes = {**axes, "lens": lens_for(kernel)}
     cells = pairwise(axes, fits, most)
     yield from filter(None, (case_of(op, cell) for cell in cells))
     page_size = next((cell["page_size"] for cell in cells if "page_size" in cell), None) if op in PAGES else None

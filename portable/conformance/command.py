@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from portable.attention import load_kernels, verdicts_on
-from portable.conformance import apart, report
+from portable.conformance import apart, documents, report
+from portable.conformance.cells import runs_on
 from portable.conformance.features import FULL, QUICK
-from portable.conformance.outcomes import FAILED, NOT_RUN, Outcome, rows
+from portable.conformance.names import check_features, instead
+from portable.conformance.outcomes import FAILED, Outcome, rows
 from portable.kernel import ATTENTION, RECURRENT, Kernel
 from portable.packages import installed
 from portable.platform.detect import detect
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kit as the flags say: 0 where all that was asked ran and nothing failed, else 1.
+    """Run the kit as the flags say: 0 where all that was asked, of a resumed run too, ran and nothing failed, else 1.
 
     Raises:
         ValueError: flags that say nothing, or exclude each other.
@@ -75,11 +77,13 @@ def run(args: argparse.Namespace) -> int:
     page = importlib.import_module("portable.conformance.page") if args.html else None
     if page is not None:
         page.needs()
-    others = [json.loads(Path(file).read_text(encoding="utf-8")) for file in args.others]
-    kernels, not_offered = offered(target, args.kernel)
+    others = [documents.read("--with", Path(file)) for file in args.others]
     file = Path(args.json) if args.json and args.json != "-" else None
-
-    earlier = json.loads(file.read_text(encoding="utf-8")) if args.resume and file and file.exists() else None
+    earlier = documents.read("--resume", file) if args.resume and file and file.exists() else None
+    kernels, not_offered = offered(target, args.kernel)
+    if args.feature:
+        every = [kernel for kernel in load_kernels() if runs_on(kernel, target)]
+        check_features(args.feature, kernels, every, target, args.full)
 
     def kept(document: dict[str, Any]) -> None:
         if file is not None:  # as it goes, so that a run that is cut short keeps what it has
@@ -101,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
         earlier,
     )
     if args.feature and not any(kernel["cells"] for kernel in found["kernels"]):
-        raise ValueError(f"no group or value of these kernels is named {' or '.join(map(repr, args.feature))}")
+        raise ValueError(
+            f"--feature is {' and '.join(map(repr, args.feature))}, of which these kernels have no cell here"
+        )
     if args.json == "-":
         print(json.dumps(found, indent=1))
     else:
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         text = json.dumps(report.record(found), indent=2, sort_keys=True)
         Path(args.record).write_text(text + "\n", encoding="utf-8")
-    return 1 if found["counts"][FAILED] or found["counts"][NOT_RUN] else 0
+    return 1 if found["counts"][FAILED] or not found["complete"] else 0
 
 
 def offered(
@@ -137,8 +143,9 @@ def offered(
     verdict = verdicts_on(target, packages)
     for name in names or ():
         if not any(name in (kernel.name, kernel.caps.provider) for kernel in every):
-            known = ", ".join(dict.fromkeys(kernel.caps.provider for kernel in every))
-            raise ValueError(f"{name!r} is no kernel or provider; the providers are {known}")
+            providers = list(dict.fromkeys(kernel.caps.provider for kernel in every))
+            hint = instead(name, [*providers, *(kernel.name for kernel in every)])
+            raise ValueError(f"{name!r} is no kernel or provider; {hint}the providers are {', '.join(providers)}")
     chosen = [k for k in every if names is None or k.name in names or k.caps.provider in names]
     reasons = {kernel.name: why_not_here(kernel, target, packages, verdict) for kernel in chosen}
     able = [kernel for kernel in chosen if not reasons[kernel.name]]
@@ -186,8 +193,9 @@ def conform(
     """
     start = time.perf_counter()
     scope = replace(FULL if mode == "full" else QUICK, features=tuple(features))
-    known = comparable(earlier, target, mode, features) if earlier else {}
+    known, before = comparable(earlier, target, mode, features) if earlier else ({}, [])
     found: dict[str, dict[str, Any]] = {kernel.name: {} for kernel in kernels} | known
+    asked = list(dict.fromkeys([*(kernel.name for kernel in kernels), *before]))
     if jobs is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         apart_too = limit is not None or earlier is not None or any(kernel.plugin for kernel in kernels)
@@ -196,8 +204,9 @@ def conform(
     def document() -> dict[str, Any]:
         seconds = time.perf_counter() - start + (earlier["seconds"] if earlier and known else 0)
         made = [entry for entry in found.values() if entry]
-        return report.document(target, made, not_offered or {}, mode, seconds, features)
+        return report.document(target, made, not_offered or {}, mode, seconds, features, asked)
 
+    kept(document())  # what another run left there is not taken for this one's
     with progress(len(kernels)) as advance:
         if jobs:
             where = device or (f"emulated:{target.arch}" if target.emulated else target.device)
@@ -212,17 +221,24 @@ def conform(
 
 def comparable(
     earlier: Mapping[str, Any], target: Target, mode: str, features: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """name -> entry of the kernels in an earlier document that would give the same answers now."""
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """name -> entry of the kernels in an earlier document that would give the same answers now; and all that it asked.
+
+    Both are empty where it is of another device, mode or version.
+    """
     here = (target.arch, target.name, report.proof_of(target), mode, list(features), report.versions(target))
     told = earlier["target"]
     there = (told["arch"], told["name"], *(earlier[name] for name in ("proof", "mode", "features", "versions")))
+    if here != there:
+        return {}, []
     sources = {kernel.name: report.source_of(kernel) for kernel in load_kernels()}
-    return {
-        kernel["name"]: kernel
+    known = {
+        kernel["name"]: {**kernel, "cells": [{**cell, "earlier": True} for cell in kernel["cells"]]}
         for kernel in earlier["kernels"]
-        if here == there and kernel["source"] and kernel["source"] == sources.get(kernel["name"])
+        if kernel["source"] and kernel["source"] == sources.get(kernel["name"])
     }
+    asked = (*earlier.get("asked", ()), *(kernel["name"] for kernel in earlier["kernels"]))
+    return known, [name for name in dict.fromkeys(asked) if name in sources]
 
 
 @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from portable.conformance import places
 from portable.conformance.cells import Case
 from portable.conformance.faults import answers
 from portable.conformance.inputs import Inputs, was_untouched
+from portable.conformance.lens import Lens
 from portable.conformance.measure import error
 from portable.conformance.oracle import expected
 
@@ -19,7 +22,17 @@ NEAR = 5  # tolerances within which a result is that of a fault: a fault may rou
 ROUNDING = 0.02  # an error below this without a known fault is one of precision
 
 Answer = tuple[torch.Tensor, "torch.Tensor | None"]
-Again = Callable[[], tuple[Inputs, Answer]]  # the same call where memory without data holds zeros, not NaN
+
+
+class Again(Protocol):
+    """The kernel's calls behind a wrong one."""
+
+    def blank(self) -> tuple[Inputs, Answer]:
+        """The same call where memory without data holds zeros, not NaN."""
+
+    def right(self, lens: Lens) -> bool:
+        """Whether the case with other lengths is right."""
+
 
 _suspects: ContextVar[list[str] | None] = ContextVar("suspects", default=None)
 
@@ -37,25 +50,37 @@ def remembering() -> Iterator[None]:
 def attention(
     case: Case, inputs: Inputs, got: Answer, want: Answer, size: torch.Tensor, tolerance: float, again: Again | None
 ) -> tuple[str, ...]:
-    """The faults that give what a kernel gave, the closest first; or what can be seen of it without any."""
-    near, suspects = NEAR * max(tolerance, 1e-6), _suspects.get()
+    """The faults that give what a kernel gave, the closest first, or what can be seen of it without any; and where."""
     if was_untouched(got[0]).all() and got[0].numel():
         return ("out not written",)
+    near, spoilt = NEAR * max(tolerance, 1e-6), places.spoilt(case.lens, got, want, size, tolerance)
+    where = places.named(case.lens, spoilt, None if again is None else again.right)
+    if found := _faults(case, inputs, got, want, size, near, again):
+        return (*found, *where)
+    out, lse = got
+    wrong = [r for r, each in enumerate(spoilt) if each]
+    if wrong and error(out, want[0], size) > near and another_scale(case, inputs, out, size, wrong) <= near:
+        return (*where, "another scale than the layer's")
+    most = max(error(out, want[0], size), error(lse, want[1]) if lse is not None and want[1] is not None else 0.0)
+    return (*where, "precision") if most <= ROUNDING else where
+
+
+def _faults(
+    case: Case, inputs: Inputs, got: Answer, want: Answer, size: torch.Tensor, near: float, again: Again | None
+) -> tuple[str, ...]:
+    """The known faults that give these numbers, or what NaN says."""
+    suspects = _suspects.get()
     if found := alike(case, inputs, got, want, size, near):
         return found
     if seen := unwritten(case, got, want):
         if seen[0] in READS and again is not None and not (suspects is not None and seen[0] in suspects):
-            clean, zeros = again()
+            clean, zeros = again.blank()
             named = alike(case, clean, zeros, want, size, near)
             if suspects is not None and not named:
                 suspects += seen
             return (*named, *seen)
         return seen
-    out, lse = got
-    if error(out, want[0], size) > near and another_scale(case, inputs, out, size) <= near:
-        return ("another scale than the layer's",)
-    wrong = max(error(out, want[0], size), error(lse, want[1]) if lse is not None and want[1] is not None else 0.0)
-    return ("precision",) if wrong <= ROUNDING else ()
+    return ()
 
 
 def alike(case: Case, inputs: Inputs, got: Answer, want: Answer, size: torch.Tensor, near: float) -> tuple[str, ...]:
@@ -84,9 +109,9 @@ def alike(case: Case, inputs: Inputs, got: Answer, want: Answer, size: torch.Ten
     return names
 
 
-def another_scale(case: Case, inputs: Inputs, out: torch.Tensor, size: torch.Tensor) -> float:
-    """The error beside the scale that explains the longest request best, from an 8th to 8 times the layer's."""
-    longest = max(range(len(case.lens)), key=lambda r: min(case.lens[r]))
+def another_scale(case: Case, inputs: Inputs, out: torch.Tensor, size: torch.Tensor, wrong: Sequence[int]) -> float:
+    """The error beside the scale that explains the longest wrong request best, from an 8th to 8 times the layer's."""
+    longest = max(wrong, key=lambda r: min(case.lens[r]))
     starts, ends = ([sum(pair[i] for pair in case.lens[:r]) for r in (longest, longest + 1)] for i in (0, 1))
     rows, keys = slice(*starts), slice(*ends)
     causal = case.causal if isinstance(case.causal, bool) else case.causal[longest : longest + 1]

@@ -7,15 +7,16 @@ beside the plainest values of the others, the nearest cell that it does take is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from portable.conformance import cells, laws
-from portable.conformance.cells import AXES, LENS, LONG, MORE, Axes, Case, Cell, case_of, longest
+from portable.conformance.cells import AXES, Axes, Case, Cell, case_of, lens_for, longest
 from portable.conformance.laws import Law
+from portable.conformance.lens import LONG, MORE
 from portable.kernel import ATTENTION, Kernel, Op
 from portable.platform.target import Target
 from portable.sets import short
@@ -178,8 +179,7 @@ def probes(kernel: Kernel, target: Target, scope: Scope = QUICK) -> Iterator[Pro
     if "lse" in base and why({**base, "lse": True}) == ():
         base["lse"] = True  # looked at wherever the kernel has one
     for axis, values in axes.items():
-        kept = [value for value in values[axis in OPTIONAL :] if not (axis == "mamba1" and value is None)]
-        asked = [v for v in kept if scope.holds(GROUPS.get(axis, CALL), named(axis, v))]
+        asked = [v for v in single(axis, values) if scope.holds(GROUPS.get(axis, CALL), named(axis, v))]
         made = [_probe(op, axis, value, nearest(axes, base, axis, value, why), why) for value in asked]
         yield from _kept(kernel, axis, made)
     plain = case_of(op, base)
@@ -188,6 +188,11 @@ def probes(kernel: Kernel, target: Target, scope: Scope = QUICK) -> Iterator[Pro
     if scope.holds(PAIRS, PAIRS):
         for number, case in enumerate(cells.cases(kernel, target, scope.pairs), 1):
             yield Probe(PAIRS, str(number), case)
+
+
+def single(axis: str, values: Sequence[Any]) -> list[Any]:
+    """The values of an axis that are looked at on their own."""
+    return [value for value in values[axis in OPTIONAL :] if not (axis == "mamba1" and value is None)]
 
 
 def _side(keys: int | None) -> str:
@@ -200,15 +205,21 @@ def wide_axes(kernel: Kernel, target: Target, full: bool) -> Axes:
     axes = {name: WIDE.get(name, values) for name, values in AXES[op].items()}
     if op in (Op.CACHE_WRITE, Op.CACHE_GATHER, Op.CACHE_COPY):
         axes["ranks"] = AXES[op]["ranks"]
-    if op in ATTENTION and "lens" in axes:
-        lens = [*LENS, "holes"]
-        if all(kernel.caps.query_lens.why_not("", longest(LENS[name])) for name in LENS):
-            lens = list(LONG)
-        if full and target.device != "cpu":
-            few = kernel.caps.query_lens.why_not("", longest(MORE["to_32k"]))
-            lens += ["prompts_to_32k"] if few else ["to_32k", "prompts_to_32k"] if op is Op.PREFILL else ["to_32k"]
-        axes["lens"] = tuple(lens)
+    if "lens" in axes:
+        axes["lens"] = tuple(asked_lens(kernel, target, full))
     return axes
+
+
+def asked_lens(kernel: Kernel, target: Target, full: bool) -> Iterator[str]:
+    """The names of the lengths: an emulator has no time for 4,096 keys, and a CPU none for 32,768."""
+    given, gpu = lens_for(kernel), target.device != "cpu"
+    yield from given
+    yield from () if given == tuple(LONG) else ("holes", "one_2k")
+    few = kernel.caps.query_lens.why_not("", longest(MORE["to_4k"]))
+    for most, asked in (("4k", not target.emulated), ("32k", full and gpu and kernel.caps.op in ATTENTION)):
+        if asked:
+            yield from () if few else (f"to_{most}",)
+            yield from (f"prompts_to_{most}",) if few or kernel.caps.op is Op.PREFILL else ()
 
 
 Why = Callable[[Cell], tuple[str, ...] | None]

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from portable.cache import cache_shapes
-from portable.conformance.cells import PACKED, Case, Lens
+from portable.conformance.cells import PACKED, Case
+from portable.conformance.lens import Lens
 from portable.conformance.measure import NOT_ITS_OWN, require
 from portable.kernel import KV, Kernel, Segment
 from portable.layer import Layer, LayerTensors

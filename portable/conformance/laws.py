@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from portable.conformance import contract
-from portable.conformance.cells import LENS, LONG, MORE, Case, Lens
+from portable.conformance.cells import Case
 from portable.conformance.inputs import Inputs, block_table, build, each, segment
+from portable.conformance.lens import LENS, LONG, MORE, Lens
 from portable.conformance.measure import Departure, require
 from portable.conformance.oracle import expected, size_of
 from portable.conformance.replay import captured, replaying

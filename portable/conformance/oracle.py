@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from portable.backends.reference import attend
-from portable.conformance.cells import Case, Lens
+from portable.conformance.cells import Case
 from portable.conformance.inputs import Inputs
+from portable.conformance.lens import Lens
 
 
 class Request(NamedTuple):

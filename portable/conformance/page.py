@@ -11,7 +11,7 @@ from typing import Any
 from portable.conformance.features import ORDER, PAIRS
 from portable.conformance.outcomes import NOT_RUN
 from portable.conformance.plots import errors
-from portable.conformance.report import STATUSES
+from portable.conformance.report import STATUSES, partial
 from portable.explain import spell_target
 from portable.platform.target import Target
 
@@ -50,6 +50,7 @@ def page(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> 
         places=list(dict.fromkeys(kernel["place"] for kernel in kernels)),
         operations=list(operations(kernels)),
         failed=[kernel for kernel in kernels if kernel["status"] == "failed"],
+        partial=[said for each in (found, *others) if (said := _partial(each, found))],
         statuses=STATUSES,
         why=why,
         style=lambda status: "unrun" if status == NOT_RUN else status,
@@ -58,13 +59,23 @@ def page(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> 
     return made
 
 
+def _partial(each: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """What a document lacks; another one's begins with where it ran."""
+    said = partial(each)
+    return f"report of {place_of(each)}: {said}" if said and each is not found else said
+
+
+def place_of(found: Mapping[str, Any]) -> str:
+    return f"{found['target']['arch']}, {found['proof']}"
+
+
 def sources(found: Mapping[str, Any]) -> dict[str, str | None]:
     return {kernel["name"]: kernel["source"] for kernel in found["kernels"]}
 
 
 def placed(found: Mapping[str, Any], known: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
     """The kernels of a document with where they ran, less those whose source is another than the known one."""
-    place = f"{found['target']['arch']}, {found['proof']}"
+    place = place_of(found)
     for kernel in found["kernels"]:
         if known.get(kernel["name"], kernel["source"]) == kernel["source"]:
             yield {**kernel, "place": place, "proof": found["proof"]}

@@ -85,6 +85,6 @@ def prove(name: str, device: str | None = None, mode: str = "quick") -> dict[str
     target = detect(device)
     kernels, not_offered = offered(target, [name])
     found = conform(kernels, target, mode, not_offered)
-    if found["counts"]["failed"]:
+    if found["counts"]["failed"] or not found["complete"]:
         raise AssertionError(report.text(found))
     return found

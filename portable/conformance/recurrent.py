@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONV_BLOCK = 8  # tokens of a block of the convolution's plan
 PADDING = 3  # tokens behind the last row
 # (new tokens, context) of each request. Contexts end inside of chunks and at their ends; pieces are shorter than a
-# convolution's window; two rows have no tokens.
+# convolution's window; two rows have no tokens. One row, and more than 16, are where strides and grids go wrong.
 STEPS: Mapping[str, Sequence[tuple[int, int]]] = {
     "prefill": ((5, 0), (0, 0), (21, 0), (1, 0), (2, 0)),
     "chunks": ((1, 3), (2, 17), (0, 9), (19, 13), (3, 16), (37, 0)),
@@ -31,8 +31,13 @@ STEPS: Mapping[str, Sequence[tuple[int, int]]] = {
     "decode": ((1, 4), (1, 9), (1, 1), (1, 300)),
     "verify": ((3, 4), (1, 9), (3, 1), (2, 300)),
     "padded": ((1, 4), (2, 9), (0, 0), (0, 0)),
+    "one": ((21, 7),),
+    "many": tuple((1 + r % 4, 1 + r) for r in range(20)),
+    "one decode": ((1, 9),),
+    "many decodes": tuple((1, 1 + r) for r in range(20)),
 }
-PREFILLS = ("prefill", "chunks", "blocks", "long")
+PREFILLS = ("prefill", "chunks", "blocks", "long", "one", "many")
+DECODES = ("decode", "verify", "padded", "one decode", "many decodes")
 BLOCK = 16  # tokens of a cache block: of the chunks' multiples, "blocks" stores the states that end one
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -53,15 +58,15 @@ SCAN: Axes = {
 }
 AXES: Mapping[Op, Axes] = {
     Op.CONV1D: {
-        "step": tuple(STEPS),
         "channels": (40, 16, 9, 300),
+        "step": tuple(STEPS),  # behind the first axis, with whose values 40 cells do not pair all of these
         "conv_width": (4, 2, 3),
         "bias": (True, False),
         "activate": (True, False),
         **CALL,
     },
     Op.SSD: {"step": PREFILLS, **SCAN, **CALL},
-    Op.STATE_UPDATE: {"step": ("decode", "verify", "padded"), **SCAN, **CALL},
+    Op.STATE_UPDATE: {"step": DECODES, **SCAN, **CALL},
     Op.STATE_COPY: {
         "pools": (2, 1, 5),
         "groups": (1, 2, 4),

@@ -1,12 +1,14 @@
 """A run of the kit as plain values, and as text.
 
 The document: `schema`, `portable`, `target`, `proof` (the level of what ran: "measured" or "emulated"), `mode`,
-`features` (those asked for; none: all), `versions`, `seconds`, `counts`, `kernels` and `not_offered` (name -> reasons).
+`features` (those asked for; none: all), `versions`, `seconds`, `complete` (whether every kernel in `asked` ran to its
+end; `unfinished` names those that did not), `resumed` (cells of an earlier run), `counts`, `kernels` and `not_offered`
+(name -> reasons).
 Of a kernel: `name`, `op`, `provider`, `plugin`, `source` (a digest), `status`, `seconds` (of its cells, in whatever
 processes), `kinds` and `cells`; of a cell: `group`, `value`, `status` ("parity", "refused", "failed", "not run" or
-"absent", which is what this machine cannot be asked), `reason`, `kinds`, `proof`, `case` and `figures`, each (what,
-error, tolerance), infinite errors as null. `kinds` names the faults that give the wrong numbers of a cell, and of a
-kernel those that explain its cells, with how many each explains.
+"absent", which is what this machine cannot be asked), `reason`, `kinds`, `proof`, `case`, `figures`, each (what, error,
+tolerance), infinite errors as null, and `earlier` where it is of the run that this one went on from. `kinds` names the
+faults that give the wrong numbers of a cell, and of a kernel those that explain its cells, with how many each explains.
 """
 
 from __future__ import annotations
@@ -40,9 +42,17 @@ def document(
     mode: str,
     seconds: float,
     features: Sequence[str] = (),
+    asked: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """A run as values that JSON has, from its kernels' entries."""
-    states = [cell["status"] for kernel in kernels for cell in kernel["cells"]]
+    """A run as values that JSON has, from its kernels' entries.
+
+    Args:
+        asked: names of the kernels that are to be in it at the end; None: those that are.
+    """
+    cells = [cell for kernel in kernels for cell in kernel["cells"]]
+    states = [cell["status"] for cell in cells]
+    asked = [kernel["name"] for kernel in kernels] if asked is None else list(asked)
+    left = unfinished(kernels, asked)
     return {
         "schema": SCHEMA,
         "portable": portable_version(),
@@ -52,10 +62,31 @@ def document(
         "features": list(features),
         "versions": versions(target),
         "seconds": round(seconds, 2),
+        "complete": not left,
+        "asked": asked,
+        "unfinished": left,
+        "resumed": sum(bool(cell.get("earlier")) for cell in cells),
         "counts": {status: states.count(status) for status in STATUSES},
         "kernels": list(kernels),
         "not_offered": {name: list(reasons) for name, reasons in not_offered.items()},
     }
+
+
+def unfinished(kernels: Sequence[Mapping[str, Any]], asked: Sequence[str]) -> list[str]:
+    """The kernels that did not run, or not to their end."""
+    whole = {k["name"] for k in kernels if all(cell["status"] != NOT_RUN for cell in k["cells"])}
+    return [name for name in dict.fromkeys([*asked, *(kernel["name"] for kernel in kernels)]) if name not in whole]
+
+
+def partial(found: Mapping[str, Any]) -> str:
+    """What a document lacks that was to be in it, in a sentence; empty where it lacks nothing."""
+    asked = found.get("asked", [])
+    left = unfinished(found["kernels"], asked)
+    if not left:
+        return ""
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    count = len({*asked, *(kernel["name"] for kernel in found["kernels"])})
+    return f"this run is partial: {len(left)} of {count} kernels did not run to their end: {', '.join(left[:5])}{more}"
 
 
 def proof_of(target: Target) -> str:
@@ -196,6 +227,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"    {name}: {'; '.join(reasons)}"
     counts = found["counts"]
     yield ""
+    if found["resumed"]:
+        yield f"cells of an earlier run of the same sources: {found['resumed']}"
+    if missing := partial(found):
+        yield missing
     yield (
         f"{len(found['kernels'])} kernels, {sum(counts.values()) - counts[ABSENT]} cells: {counts[PARITY]} parity, "
         f"{counts[REFUSED]} refused, {counts[FAILED]} failed"

@@ -144,7 +144,7 @@ def markdown(found: dict[str, Any]) -> Iterator[str]:
     yield from ("", "### Proof", "", "| kernel | level | on | by |", "|---|---|---|---|")
     for kernel, archs in found["proofs"].items():
         for level, on, by in _levels(archs):
-            yield f"| `{_escaped(kernel)}` | {level} | {on} | {_escaped(by)} |"
+            yield f"| {_escaped(kernel)} | {level} | {on} | {_escaped(by)} |"
 
 
 def _levels(archs: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -157,7 +157,9 @@ def _levels(archs: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _escaped(text: str) -> str:
-    """Text of a lane in Markdown: no markup of its own."""
-    for char in "\\`*_[]<>|&":
-        text = text.replace(char, f"&#{ord(char)};")
-    return " ".join(text.split())
+    """Text of a lane in Markdown: no markup of its own.
+
+    >>> _escaped("a_b & <c>")
+    'a&#95;b &#38; &#60;c&#62;'
+    """
+    return " ".join(text.translate({ord(char): f"&#{ord(char)};" for char in "\\`*_[]<>|&"}).split())

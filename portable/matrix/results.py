@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from portable.conformance.report import partial
+
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 
 
@@ -38,7 +40,7 @@ class Results:
     tests: Mapping[str, Test] = field(default_factory=dict)  # by pytest's own name
     shown: tuple[Shown, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()  # files that could not be read
+    problems: tuple[str, ...] = ()  # files that could not be read, or that lack what was to be in them
 
     def count(self) -> dict[str, int]:
         """Tests by state."""
@@ -69,6 +71,7 @@ def read(folder: Path) -> Results:
                 found = json.loads(path.read_text(encoding="utf-8"))
                 if isinstance(found, dict) and "kernels" in found and "target" in found:
                     shown += conformance(found)
+                    problems += [f"{path.name}: {missing}"] if (missing := partial(found)) else []
                     versions |= found.get("versions") or {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ElementTree.ParseError) as error:
             problems.append(f"{path.name} cannot be read: {type(error).__name__}: {error}")

@@ -162,6 +162,22 @@ def run(lens, layer, seed=0, tile=None, of=None, joins=None):
     return out, made
 
 
+def test_a_sink_of_minus_infinity_is_no_sink(device):
+    """Of rows without keys too, whose LSE is then -inf: there -inf - -inf is not a number."""
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=16, sinks=True, dtype=torch.float32)
+    sinks = torch.tensor([-torch.inf, 0.5, -torch.inf, -1])
+    kv, made = KV(*torch.randn(2, 2, 16, 2, 16)), batch([(3, 1), (1, 9)])
+    made = inputs.segment(KERNEL, ((3, 1), (1, 9)), layer, made.block_table % 2, 16)
+    q, out, lse = torch.randn(4, 4, 16), torch.empty(4, 4, 16), torch.empty(4, 4)
+    KERNEL.run(q, kv, made, layer, LayerTensors(sinks=sinks), out, lse)
+    torch.testing.assert_close(lse[:, :2], sinks[:, None].expand(4, 2))
+    assert not out[:2].any()
+    plain, without = replace(layer, sinks=False), torch.empty(4, 4)
+    KERNEL.run(q, kv, made, plain, LayerTensors(), torch.empty_like(out), without)
+    torch.testing.assert_close(lse[::2, 2:], without[::2, 2:])
+    assert not lse.isnan().any() and not out.isnan().any()
+
+
 def test_a_program_that_joins_several_rows_joins_each(device):
     """More rows than programs: a tile of every request is split, and one request has no queries."""
     layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=16)

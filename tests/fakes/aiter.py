@@ -102,6 +102,7 @@ class Aiter:
         n, heads, dim = q.shape
         assert out.is_contiguous() and out.dtype == q.dtype in HALVES and len(table) == len(lens) == n
         assert table.dtype == lens.dtype == torch.int32
+        alibi = alibi if alibi is None else alibi.as_strided(alibi.shape, (1,))
         q = q.as_strided(q.shape, (q.stride(0), dim, 1))
         table = table.as_strided(table.shape, (table.shape[1], 1))
         lens = lens.as_strided(lens.shape, (1,))

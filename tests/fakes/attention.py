@@ -20,6 +20,7 @@ class Empty(NamedTuple):
 
 def row(q, k, v, scale, window: Bounds, softcap, alibi, empty: Empty):
     """One request: q [Sq, H, D], k and v [Sk, Hkv, D]; out in the dtype of q, and the LSE [H, Sq] in natural log."""
+    assert alibi is None or alibi.dtype == torch.float32, "slopes are read as float32"
     left, right = (None if side < 0 else side for side in window)
     out, lse = attend(q, k, v, scale=scale, causal=False, window=(left, right), softcap=softcap or None, alibi=alibi)
     blind = torch.isneginf(lse)

@@ -95,6 +95,7 @@ def attention(
     """out [Sq, H, Dv] in the queries' dtype and lse [H, Sq] of each request, bottom-right aligned."""
     if alibi is not None:
         need(alibi.dtype == torch.float32 and alibi.shape[-1] == queries[0].shape[1], "slopes must be float32, [H]")
+        need(alibi.stride(-1) == 1, "slopes must have a contiguous last dimension")
     outs, lses = [], []
     for q, k, v in zip(queries, keys, values, strict=True):
         given = dict(scale=scale, causal=False, window=window, softcap=softcap or None, alibi=alibi)

@@ -147,10 +147,10 @@ def module(build: Build) -> ModuleType:
 
 
 def bounds(build: Build, window, causal):
-    """The window; `literal`: as aiter's decode kernel masks it, "col <= row + diagonal + right" beside causality."""
+    """The window; `literal`: as aiter's kernels mask it, "col <= row + diagonal + right", beside causality or not."""
     left, right = sides(window, causal)
-    if build.literal and causal and window[0] >= 0:
-        right = min(0, window[1])
+    if build.literal and window[0] >= 0:
+        right = min(0, window[1]) if causal else window[1]
     return left, right
 
 

@@ -1,8 +1,9 @@
 """`flash_attn_interface` (FlashAttention 3), and `vllm.vllm_flash_attn` with its versions 2 and 3.
 
 Rows reproduced. LSE: "FA3", "V-FA varlen". Pages: "FA3", "FA2 vLLM fork" [U: multiples of 16]. Sections "FA3 Hopper"
-and "vLLM bundled". [U] are whether the tail of a page that TMA reads must be finite, and the output of a row without
-keys beside sinks. Its LSE is the sink where its tile is computed and -inf where the whole tile is passed over.
+and "vLLM bundled". [U] are whether the tail of a page that TMA reads must be finite, whether version 2 writes to `out`,
+and the output of a row without keys beside sinks. Its LSE is the sink where its tile is computed and -inf where the
+whole tile is passed over.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Build:
     sink_in_lse: bool = True  # as it is in the source; no build is known that differs
     sink_empty: float = 0.0  # the output of a row without keys beside a sink
     sink_skipped: bool = False  # its LSE is -inf
+    writes: bool = True  # vLLM's version 2 writes to `out`, where it does not fold heads
 
 
 THIS = Build()
@@ -318,6 +320,7 @@ def vllm_module(build: Build = THIS) -> ModuleType:
             check_widths(q, k, v, q_v)
             if s_aux is not None:
                 need(s_aux.dtype == torch.bfloat16 and s_aux.shape == (q.shape[1],), "s_aux must be bfloat16 [H]")
+                need(s_aux.is_contiguous(), "s_aux is read by its address")
             if scheduler_metadata is not None:
                 facts = (spans, max_seqlen_q, max_seqlen_k, q, k, v, lens, causal, window, softcap)
                 check_schedule(scheduler_metadata, *facts)
@@ -333,7 +336,8 @@ def vllm_module(build: Build = THIS) -> ModuleType:
             width = q.shape[-1]
             need(k.shape[-1] == v.shape[-1] == width and width <= 256 and width % 8 == 0, "head dimension")
             need(page % 16 == 0, "pages must be of multiples of 16 tokens")
-            if max_seqlen_q == 1 and q.shape[1] > k.shape[-2] and max(window) < 0 and alibi_slopes is None:
+            folds = max_seqlen_q == 1 and q.shape[1] > k.shape[-2] and max(window) < 0 and alibi_slopes is None
+            if folds:
                 need(len(q) == len(spans), "one token in each request")
                 spans = [(row, row + 1) for row in range(len(q))]
             outs, lses = attention(
@@ -346,7 +350,12 @@ def vllm_module(build: Build = THIS) -> ModuleType:
                 alibi=alibi_slopes,
                 empty=Empty(math.inf),
             )
-            got, lse = torch.cat(outs), torch.cat(lses, 1)  # `out` need not be written
+            got, lse = torch.cat(outs), torch.cat(lses, 1)
+            if out is not None:
+                need(out.shape == got.shape and out.dtype == got.dtype and out.stride(-1) == 1, "out")
+                if build.writes and not folds:  # 2: folded, it is given back in a copy
+                    out[:] = got
+                    got = out
         return (got, lse) if return_softmax_lse else got
 
     made = ModuleType("vllm.vllm_flash_attn")
