@@ -18,6 +18,7 @@ from portable.proof import committed  # noqa: E402
 from portable.sets import ANY, Sizes, listed  # noqa: E402
 
 RULES = read(ROOT / "ci" / "matrix.toml").rules
+COMPILED = ("gfx90a", "gfx1100", "gfx1201", "sm90")  # beside those that are emulated
 BLOCK = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -45,7 +46,7 @@ def row(kernel: Kernel) -> Iterable[str]:
     yield sizes(caps.head_dims)
     yield sizes(caps.page_sizes) if caps.op in PAGES else "-"
     yield ", ".join(sorted(caps.features)) if caps.op in ATTENTION else "-"
-    yield "; ".join(proofs(kernel))
+    yield "; ".join(filter(None, proofs(kernel)))
 
 
 def names(values: object) -> str:
@@ -61,16 +62,18 @@ def sizes(allowed: Sizes) -> str:
 
 def proofs(kernel: Kernel) -> Iterable[str]:
     """Where the contract test passed: this machine's kind at every change, others by a committed run."""
-    caps = kernel.caps
+    caps, runs = kernel.caps, list(committed(ROOT / "ci" / "results", kernel))
+    measured = list(dict.fromkeys(run["arch"] for run in runs if run["level"] == "measured"))
     if caps.vendors is ANY or "cpu" in caps.vendors:
         yield "CPU: measured in CI"
-    if caps.emulated and caps.provider in ("triton", "hip"):  # tests/emulated/test_contract.py, ci/compile_matrix.py
-        yield "gfx942, gfx950: emulated in CI"
-        yield "gfx90a, gfx1100, gfx1201: compiled in CI"
+    if caps.provider in ("triton", "hip"):  # tests/emulated/test_contract.py, ci/compile_matrix.py, tests/test_hip.py
+        if caps.emulated:
+            yield "gfx942, gfx950: emulated in CI"
+        built = [arch for arch in COMPILED if arch in caps.archs and arch not in measured]
+        yield f"{', '.join(built)}: compiled in CI" if built else ""
     if any(rule.level == "fake" and any(fnmatchcase(kernel.name, each) for each in rule.kernels) for rule in RULES):
         yield "a stand-in in CI"
-    runs = list(committed(ROOT / "ci" / "results", kernel))
-    yield from dict.fromkeys(f"{run['arch']}: measured" for run in runs if run["level"] == "measured")
+    yield from (f"{arch}: measured" for arch in measured)
 
 
 def main(check: bool) -> int:
