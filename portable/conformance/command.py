@@ -25,6 +25,7 @@ from portable.packages import installed
 from portable.platform.detect import detect
 from portable.platform.target import Target
 from portable.select import why_not_here
+from portable.verdicts import spelled
 
 MOST_JOBS = 15  # processes on a GPU: each holds a context of about half a GiB there
 Advance = Callable[[Kernel, "Outcome | dict[str, Any] | None"], None]
@@ -209,7 +210,7 @@ def conform(
     kept(document())  # what another run left there is not taken for this one's
     with progress(len(kernels)) as advance:
         if jobs:
-            where = device or (f"emulated:{target.arch}" if target.emulated else target.device)
+            where = device or spelled(target)
             made = apart.rows(kernels, target, where, scope, jobs, timeout, advance, limit, known)
         else:
             made = (report.of_row(row, target) for row in rows(kernels, target, scope, advance))
