@@ -22,10 +22,10 @@ FILES = {
     "kernels.py": "from dataclasses import replace\n"
     "from portable.backends.reference import KERNELS as OURS\n"
     "from portable.kernel import Kernel\n"
-    "from vendor_pkg.inner.launch import merge\n"
+    "from proved_pkg.inner.launch import merge\n"
     "KERNELS = (Kernel(replace(OURS[3].caps, name='vendor.merge', provider='vendor'), merge),)\n",
     "inner/__init__.py": "",
-    "inner/launch.py": "from vendor_pkg.inner import tiles\ndef merge(*given):\n    return tiles.SIZE\n",
+    "inner/launch.py": "from proved_pkg.inner import tiles\ndef merge(*given):\n    return tiles.SIZE\n",
     "inner/tiles.py": "SIZE = 4\n",
     "csrc/merge.cu": "__global__ void merge() {}\n",
 }
@@ -37,16 +37,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name, text in FILES.items():
-        path = tmp_path / "vendor_pkg" / name
+        path = tmp_path / "proved_pkg" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    yield tmp_path / "vendor_pkg"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vendor_pkg"]:
+    yield tmp_path / "proved_pkg"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "proved_pkg"]:
         del sys.modules[name]
 
 
 def of_package() -> Kernel:
-    kernel: Kernel = importlib.import_module("vendor_pkg.kernels").KERNELS[0]
+    kernel: Kernel = importlib.import_module("proved_pkg.kernels").KERNELS[0]
     return kernel
 
 
@@ -79,7 +79,7 @@ def test_what_python_derives_from_a_source_changes_nothing(package: Path) -> Non
 def test_where_the_package_stands_is_no_part_of_it(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = source_hash(of_package())
     moved = package.rename(package.parent / "elsewhere")
-    monkeypatch.setattr(sys.modules["vendor_pkg"], "__path__", [str(moved)])
+    monkeypatch.setattr(sys.modules["proved_pkg"], "__path__", [str(moved)])
     assert source_hash(of_package()) == before
 
 
