@@ -158,15 +158,16 @@ def test_the_run_on_a_cpu(tmp_path, capfd):
 
 def test_twins_on_a_cpu(tmp_path, capfd, monkeypatch):
     for name in ("BUDGET", "WARM", "LOOP"):
-        monkeypatch.setattr(twins, name, 1)
+        monkeypatch.setattr(twins, name, 1)  # of ms, and calls
     out = tmp_path / "result.json"
     options = ["--device", "cpu", "--providers", "reference,torch", "--json", str(out)]
-    assert twins.main(["--only", "gather 64|write 16$|merge 1$|decode 1x64$|host", *options]) == 0
+    assert twins.main(["--only", "gather 64|write 16$|merge 1$|decode 1x64$|host|latency", *options]) == 0
     result = json.loads(out.read_text())
     assert set(result["rows"]) == {"gather 64/1", "write 16", "merge 1", "decode 1x64"}
     assert all(each["ok"] for row in result["rows"].values() for each in row.values())
     assert "portable torch.index_put" in result["rows"]["write 16"]
     assert result["host us"].keys() >= {"reference.cache_write", "reference.merge", "reference.paged"}
+    assert result["latency us"]["torch.index_put 255"] > 0 and len(result["latency us"]) == 4 * len(result["host us"])
     with pytest.raises(SystemExit):
         twins.main(["--device", "cpu", "--providers", "hip"])
     assert "--providers hip --device cpu" in capfd.readouterr().err

@@ -1,7 +1,8 @@
 """The C++ kernels beside their Triton twins, on a GPU: python ci/bench.py hip [--json FILE] [--only PATTERN]
 
 Device time is that of graph replay, each pair in turns; every output is checked. Host time is that of an eager call in
-a loop, on so little work that the device keeps up. bf16, 8 KV heads of 128, 32 query heads where none are named.
+a loop, on so little work that the device keeps up; latency that of one from its start to its result, on an idle device.
+bf16, 8 KV heads of 128, 32 query heads where none are named.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.problem import Pool, build
+from benchmarks.problem import Pool, Problem, build
 from benchmarks.small import LAYER, cache_write, copy_job, merge
 from benchmarks.timing import Job, Measure, contest, finish, relative_error
 from benchmarks.workloads import FP8, Workload, decode
@@ -38,6 +39,7 @@ MERGES = (8192, 256, 128, 64, 1)  # tokens
 DECODES = tuple((size, keys) for keys in (1024, 8192, 32768) for size in (1, 8, 64))
 GROUPED = tuple((heads, size, keys) for heads in (64, 128, 16, 8) for size, keys in ((1, 1024), (1, 8192), (8, 8192)))
 LOOP = 200  # calls of a host's time
+SHORT = (8, 64, 128, 255)  # tokens of an eager call from start to end
 
 
 class Subject(NamedTuple):
@@ -97,17 +99,21 @@ def gather(kernels: list[Kernel], device: torch.device, tokens: int, requests: i
         assert isinstance(got, KV) and got.v is not None
         return max(relative_error(part, right) for part, right in zip((got.k, got.v), want, strict=True))
 
-    def runs(kernel: Kernel) -> list[Callable[[], object]]:
-        made: list[Callable[[], object]] = []
-        for number, each in enumerate(problem.rotations):
-            part = segment(problem, kernel, number)
-            if kernel.prepare is not None:
-                part = replace(part, prepared=kernel.prepare(part, LAYER))
-            made.append(partial(kernel.run, each.kv, part, LAYER, LayerTensors()))
-        return made
-
-    jobs = [Job(f"portable {kernel.name}", partial(runs, kernel), [turn.out], error, 1e-9) for kernel in kernels]
+    jobs = [
+        Job(f"portable {kernel.name}", partial(gathers, problem, kernel), [turn.out], error, 1e-9) for kernel in kernels
+    ]
     return contest([*jobs, copy_job(4 * want[0].nbytes, device)], BUDGET, WARM, anyone)
+
+
+def gathers(problem: Problem, kernel: Kernel) -> list[Callable[[], object]]:
+    """A call for each rotation; what `prepare` makes is not timed."""
+    made: list[Callable[[], object]] = []
+    for number, each in enumerate(problem.rotations):
+        part = segment(problem, kernel, number)
+        if kernel.prepare is not None:
+            part = replace(part, prepared=kernel.prepare(part, LAYER))
+        made.append(partial(kernel.run, each.kv, part, LAYER, LayerTensors()))
+    return made
 
 
 def decoded(kernels: list[Kernel], device: torch.device, work: Workload) -> dict[str, Measure]:
@@ -120,25 +126,39 @@ def decoded(kernels: list[Kernel], device: torch.device, work: Workload) -> dict
     return contest(jobs, BUDGET, WARM, anyone)
 
 
-def hosts(kernels: list[Kernel], device: torch.device) -> dict[str, float]:
-    """us of host time of a call in a loop: a cache write of 8 tokens, a merge of 8, a decode of 8 requests of 64."""
+def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of a write, a gather and a merge of so many tokens, and a decode of as many requests of 64 keys."""
     bf16: Any = {"dtype": torch.bfloat16, "device": device}
-    work = work_of(LAYER, 8, 64)
+    work = work_of(LAYER, tokens, 64)
     problem = build(work, Pool(device, [work]))
     kv = problem.rotations[0].kv
-    k, v = (torch.randn(8, LAYER.num_kv_heads, LAYER.qk_head_dim, **bf16) for _ in range(2))
-    slots = torch.arange(8, device=device)
-    parts = [torch.randn(8, LAYER.num_heads, LAYER.v_head_dim, **bf16) for _ in range(3)]
-    lses = [torch.randn(LAYER.num_heads, 8, device=device) for _ in range(3)]
-    found = {}
+    k, v = (torch.randn(tokens, LAYER.num_kv_heads, LAYER.qk_head_dim, **bf16) for _ in range(2))
+    slots = torch.arange(tokens, device=device)
+    parts = [torch.randn(tokens, LAYER.num_heads, LAYER.v_head_dim, **bf16) for _ in range(3)]
+    lses = [torch.randn(LAYER.num_heads, tokens, device=device) for _ in range(3)]
+    few = work_of(LAYER, 1, tokens)
+    gathered = build(few, Pool(device, [few]))
     for kernel in kernels:
         if kernel.caps.op is Op.CACHE_WRITE:
-            found[kernel.name] = in_a_loop(partial(kernel.run, k, v, kv, slots, LAYER, LayerTensors()), device)
+            yield kernel.name, partial(kernel.run, k, v, kv, slots, LAYER, LayerTensors())
+        elif kernel.caps.op is Op.CACHE_GATHER:
+            yield kernel.name, gathers(gathered, kernel)[0]
         elif kernel.caps.op is Op.MERGE:
-            found[kernel.name] = in_a_loop(partial(kernel.run, parts[1:], lses[1:], None, parts[0], lses[0]), device)
+            yield kernel.name, partial(kernel.run, parts[1:], lses[1:], None, parts[0], lses[0])
         elif kernel.caps.op is Op.PAGED:
-            found[kernel.name] = in_a_loop(calls(problem, kernel)[0], device)
-    return found
+            yield kernel.name, calls(problem, kernel)[0]
+
+
+def finished(call: Callable[[], object], device: torch.device) -> float:
+    """us from an eager call on an idle device to its result: the median of `LOOP` calls, behind a tenth more."""
+    times = []
+    for _ in range(LOOP + LOOP // 10):
+        finish((), device)
+        start = time.perf_counter()
+        call()
+        finish((), device)
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times[LOOP // 10 :])
 
 
 def in_a_loop(call: Callable[[], object], device: torch.device) -> float:
@@ -175,11 +195,17 @@ def main(argv: list[str]) -> int:
         if kernels and re.search(args.only, subject.name):
             rows[subject.name] = subject.run(kernels, device)
             print(subject.name, {name: each.failed or round(each.us, 2) for name, each in rows[subject.name].items()})
-    host = hosts(found, device) if re.search(args.only, "host") else {}
-    print("host", host)
+    host, latency = dict[str, float](), dict[str, float]()
+    if re.search(args.only, "host"):
+        host = {name: in_a_loop(call, device) for name, call in eager(found, device, 8)}
+        print("host", {name: round(us, 2) for name, us in host.items()})
+    for tokens in SHORT if re.search(args.only, "latency") else ():
+        latency |= {f"{name} {tokens}": finished(call, device) for name, call in eager(found, device, tokens)}
+    print("latency", {name: round(us, 2) for name, us in latency.items()})
     if args.json:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         measured = {name: {who: asdict(each) for who, each in row.items()} for name, row in rows.items()}
-        record = {"card": card, "versions": {"torch": torch.__version__}, "rows": measured, "host us": host}
+        record = {"card": card, "versions": {"torch": torch.__version__}, "rows": measured}
+        record |= {"host us": host, "latency us": latency}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return int(not all(each.ok for row in rows.values() for each in row.values()))
