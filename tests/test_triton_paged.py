@@ -149,6 +149,20 @@ def test_every_tile_has_keys_in_multiples_of_16_and_fits_the_device(arch):
                 assert 2 * stages * tile.block_n * pad + nvidia * block_m * pad <= target.shared_memory
 
 
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"])
+def test_a_tile_of_two_widths_fits_the_device(arch):
+    target = portable.describe(arch)
+    for dtype, (k, v) in product((torch.float32, torch.bfloat16), product((8, 72, 136, 192, 256), repeat=2)):
+        layer = Layer.gqa(num_heads=8, num_kv_heads=1, head_dim=k, v_head_dim=v, dtype=dtype)
+        wide, narrow = ((1 << (width - 1).bit_length()) * dtype.itemsize for width in (k, v))
+        for block_m, few in product((16, 32, 64, 128), (False, True)):
+            if block_m <= paged_tiles.rows_of(layer, 1000):
+                tile = paged_tiles.tile_of(target, layer, block_m, few)
+                weights = tile.block_n * dtype.itemsize if block_m < 128 else 0  # 102,400 bytes of 192/64 on an sm86
+                stages = (tile.num_stages - 1) * tile.block_n * (wide + narrow)
+                assert stages + block_m * (wide + weights) <= target.shared_memory, (k, v, block_m, few, tile)
+
+
 @pytest.mark.parametrize("group, queries, dim", [(4, 1, 80), (8, 8, 192)])
 def test_what_is_compiled_fits_99_kib(group, queries, dim, monkeypatch):
     """Widths are padded: three copies of 64 keys of d80 were 3 KiB more, two of 32 of d192 beside 64 rows one."""

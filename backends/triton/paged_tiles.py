@@ -68,19 +68,25 @@ def tile_of(target: Target, layer: Layer, block_m: int, few: bool = False) -> Ti
             return fitting(Tile(block_n=128, num_warps=4, num_stages=4, programs=2), target, layer, block_m)
         # d128: 1x8k 18.9 and 19.9, 8x8k 100.8 and 102.4; two stages of 512 bytes, which rows of 320 are padded to, fit
         if few and row <= 512 and target.shared_memory > 2 * 128 * 512:
-            return Tile(block_n=128, num_warps=8, num_stages=3, programs=1)
+            return fitting(Tile(block_n=128, num_warps=8, num_stages=3, programs=1), target, layer, block_m)
     block_n = 64 if row <= 512 else 32 if row <= 1024 else 16
     return fitting(Tile(block_n=block_n, num_warps=4, num_stages=4, programs=2), target, layer, block_m)
 
 
 def fitting(tile: Tile, target: Target, layer: Layer, block_m: int) -> Tile:
-    """The tile, with one copy fewer in flight where shared memory does not hold all of them beside the queries.
+    """The tile, with fewer copies in flight, and then fewer keys, where shared memory does not hold it.
 
     The 99 KiB of an sm86, sm89 or sm120 hold two copies of 64 keys of d128, not three: 104,448 bytes; nor do they hold
     three of d80, which is padded to as much, or two of 32 keys of d256 beside 64 rows: 102,400 bytes.
     """
     k_width, v_width = (1 << (width - 1).bit_length() for width in (layer.qk_head_dim, layer.v_head_dim))
     row = (k_width + v_width) * max(layer.kv_dtype.itemsize, layer.dtype.itemsize)
-    weights = tile.block_n if block_m < 128 else 0  # a row; those of 128 rows stay in registers
-    taken = (tile.num_stages - 1) * tile.block_n * row + block_m * (k_width + weights) * layer.dtype.itemsize
-    return tile if taken <= target.shared_memory else replace(tile, num_stages=tile.num_stages - 1)
+
+    def taken(tile: Tile) -> int:
+        weights = tile.block_n if block_m < 128 else 0  # a row; those of 128 rows stay in registers
+        return (tile.num_stages - 1) * tile.block_n * row + block_m * (k_width + weights) * layer.dtype.itemsize
+
+    while taken(tile) > target.shared_memory and (tile.num_stages > 2 or tile.block_n > 16):
+        fewer = tile.num_stages > 2
+        tile = replace(tile, num_stages=tile.num_stages - 1) if fewer else replace(tile, block_n=tile.block_n // 2)
+    return tile
