@@ -17,7 +17,7 @@ from portable.batch import Batch
 from portable.check import check_cache
 from portable.child import saying
 from portable.kernel import ATTENTION, KV, PAGES, AttnOut, Kernel, Needs, Op
-from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.layer import Layer, LayerTensors, UnsupportedError, check_family
 from portable.limits import Limits
 from portable.local_steps import local, local_capacity, local_host, local_size
 from portable.mha import MhaPlan
@@ -132,8 +132,7 @@ class Attention(PaddedPlans[MhaPlan]):
         num_pages: int | None = None,
         backend: str | None = None,
     ) -> None:
-        if layer.family != "gqa":
-            raise ValueError(f"layer.family is {layer.family!r}; Attention serves 'gqa' layers")
+        check_family(layer, "Attention")
         self.limits = Limits(page_size=page_size, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         if layer.chunk is not None and layer.chunk % page_size:
             raise UnsupportedError(f"chunk {layer.chunk} is not a multiple of page_size {page_size}")
@@ -190,6 +189,10 @@ class Attention(PaddedPlans[MhaPlan]):
         parts = step.batches if isinstance(step, Parts) else (step,)
         if self._positional and any(not part.self_attention for part in parts):
             raise UnsupportedError("keys that are not a whole sequence, for a layer with a window, ALiBi or chunks")
+        if self.layer.chunk is not None and any(part.view is not None for part in parts):
+            raise UnsupportedError(
+                f"layer.chunk is {self.layer.chunk}, so plan() takes local itself: give it the plain batch"
+            )
         if parts[0].block_table is None:
             parts[0].needs_exact("attention over contiguous K/V")
         if pad_to is not None:

@@ -43,6 +43,21 @@ def cache_shapes(layer: Layer, num_pages: int, page_size: int) -> tuple[tuple[in
 def allocate_cache(layer: Layer, num_pages: int, page_size: int, device: torch.device | str | None = None) -> KV:
     """Zeroed pages for one layer, in its layout and `kv_dtype`.
 
+    Args:
+        layer: by `Layer.gqa` or `Layer.mla`; of Mamba, `allocate_states` makes the states.
+        num_pages: pages, which block tables name as 0 to num_pages - 1.
+        page_size: tokens per page.
+        device: where the tensors lie; None: torch's default device.
+
+    Returns:
+        KV(k, v), each [pages, page_size, Hkv, D] where the layout is "strided", D being that of k and of v;
+        "k_packed" is k [pages, Hkv, D/x, page_size, x] and v [pages, Hkv, D, page_size], "shuffled" has
+        v [pages, Hkv, page_size/x, D, x], x elements being 16 bytes.
+        Of MLA k is [pages, page_size, rank + rope] and v None.
+
+    Raises:
+        ValueError: num_pages or page_size below 1, or sizes that x does not divide.
+
     >>> layer = Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=64)
     >>> allocate_cache(layer, num_pages=4, page_size=16, device="cpu").k.shape
     torch.Size([4, 16, 2, 64])

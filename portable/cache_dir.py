@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,5 +17,19 @@ def cache_dir() -> Path:
     try:
         platformdirs = importlib.import_module("platformdirs")
     except ModuleNotFoundError:
-        return Path.home() / ".cache" / "portable"
-    return Path(platformdirs.user_cache_dir("portable"))
+        found = Path(os.path.expanduser("~")) / ".cache" / "portable"
+    else:
+        found = Path(platformdirs.user_cache_dir("portable"))
+    return found if found.is_absolute() else _without_home()  # a "~" stays where nothing says what it is
+
+
+def _without_home() -> Path:
+    """A folder of the user among the temporary files; compiled code is read from it, so it must be nobody else's."""
+    user = getattr(os, "getuid", lambda: 0)()
+    with suppress(OSError):  # FileExistsError too: a file of that name
+        folder = Path(tempfile.gettempdir()) / f"portable-{user}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
+            return folder
+    return Path(os.devnull) / "portable"  # where nothing can be read or written

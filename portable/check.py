@@ -153,7 +153,11 @@ def _like(
 
 def _like_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     _like("out", out, shape, dtype, device)
-    if any(step == 0 and size > 1 for step, size in zip(out.stride(), shape, strict=True)):
+    extent = 1  # of the dimensions so far, the one of the smallest stride first
+    for step, size in sorted((step, size) for step, size in zip(out.stride(), shape, strict=True) if size > 1):
+        if step >= extent or not out.numel():
+            extent += step * (size - 1)
+            continue
         raise ValueError(f"out has strides {list(out.stride())}; its rows share memory, and each is written")
 
 

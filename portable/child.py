@@ -16,6 +16,9 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 START = 180.0  # seconds for a process to import what it needs and to open the device
+LAST = 1.0  # seconds for what a process said before its end, where a fork of it holds its output open
+MARK = "\x1e"  # before each value, as in JSON text sequences (RFC 7464): what others print has none
+PATHS = "import sys; sys.path[:] = dict.fromkeys([*{}, *filter(None, sys.path)])\n"  # '' is the current directory
 Say = Callable[[Any], None]
 
 
@@ -30,9 +33,8 @@ class Child:
         code: what it runs.
         arguments: its `sys.argv[1:]`.
         environ: variables that it has where this process has none of the name.
-        told: whether `tell` is used; else it has nothing to read.
 
-    >>> child = Child("print(1 + 1)")
+    >>> child = Child("from portable.child import saying\\nwith saying() as say: say(1 + 1)")
     >>> child.hear(START)
     2
     >>> child.close()
@@ -43,15 +45,16 @@ class Child:
         code: str,
         arguments: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
-        told: bool = False,
     ) -> None:
+        if not sys.executable:
+            raise OSError(f"sys.executable is {sys.executable!r}; it must name the Python to run")
+        # in the code, since an entry of PYTHONPATH cannot hold its separator; what is no str Python does not search
+        paths = PATHS.format([path or os.getcwd() for path in sys.path if isinstance(path, str)])
         self.noise = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        places = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdin=subprocess.PIPE if told else subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=self.noise, text=True,
-            env={**(environ or {}), **os.environ, **places},
+            [sys.executable, "-c", paths + code, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.noise, encoding="utf-8", errors="replace",
+            env={**(environ or {}), **os.environ},
             start_new_session=True,  # so that the processes that it starts end with it
         )  # fmt: skip
         self.said: queue.Queue[Any] = queue.Queue()
@@ -59,7 +62,7 @@ class Child:
         self.reader.start()
 
     def tell(self, what: object) -> None:
-        """A line of JSON for its standard input."""
+        """A line of JSON, for the `told` of its `saying`."""
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended, which is heard next
             self.process.stdin.write(json.dumps(what) + "\n")
@@ -73,21 +76,25 @@ class Child:
         """
         end = time.perf_counter() + limit
         while not stopped():
-            left = end - time.perf_counter()
+            left, ended = end - time.perf_counter(), self.process.poll() is not None
             try:
-                heard = self.said.get(timeout=max(0.0, min(0.2, left)))
+                heard = self.said.get(timeout=LAST if ended else max(0.0, min(0.2, left)))
             except queue.Empty:
+                if ended:
+                    break
                 if left <= 0:
                     raise EndedError(f"it did not end within {limit:g} s") from None
                 continue
-            if heard is not _END:
-                return heard
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            code = self.process.returncode
-            how = "closed its output" if code is None else f"ended its process with code {code}"
-            raise EndedError(f"it {how}: {self.last()}")
-        return None
+            if heard is _END:
+                break
+            return heard
+        else:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        code = self.process.returncode
+        how = "closed its output" if code is None else f"ended its process with code {code}"
+        raise EndedError(f"it {how}: {self.last()}")
 
     def last(self) -> str:
         """The end of what it wrote beside what it said, in one line."""
@@ -113,14 +120,30 @@ _END = object()
 def _read(stream: IO[str], said: queue.Queue[Any]) -> None:
     with suppress(ValueError, OSError):  # closed meanwhile
         for line in stream:
-            with suppress(ValueError):  # printed before `saying` began, or cut
-                said.put(json.loads(line))
+            _, marked, value = line.rpartition(MARK)
+            with suppress(ValueError):  # cut
+                if marked:
+                    said.put(json.loads(value))
     said.put(_END)
 
 
 @contextmanager
-def saying() -> Iterator[Say]:
-    """The other side: what says a value. Whatever else prints within the block goes to stderr."""
+def saying(told: Callable[[Any], object] = lambda what: None) -> Iterator[Say]:
+    """The other side: what says a value; `told` is called with what it is told, in another thread.
+
+    Whatever else prints within the block goes to stderr, and whatever else reads finds nothing. The process ends with
+    the one that started it, however that ends.
+    """
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    with open(os.devnull, encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_obey, args=(lines, told), daemon=True).start()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)
-        yield lambda what: print(json.dumps(what), file=out, flush=True)
+        yield lambda what: print(MARK + json.dumps(what), file=out, flush=True)
+
+
+def _obey(lines: IO[str], told: Callable[[Any], object]) -> None:
+    for line in lines:
+        told(json.loads(line))
+    os._exit(1)  # nobody hears it any more

@@ -1,7 +1,8 @@
 """The first import of a vendor's package on this machine, in another process: what ends that one ends no engine.
 
-Once for each version of the package and of torch: that it went well is kept on disk, and from then on the package is
-imported without. A package whose import ends its process, or hangs, is tried again by each process that needs it.
+Once for each version of the package and of torch, and each machine: that it went well is kept on disk, and from then on
+the package is imported without. One whose import fails, ends its process or hangs is tried again by each process that
+needs it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ def fault(module: str, symbols: Sequence[str], facts: Sequence[object], warns: f
         facts: what the answer depends on.
         warns, ends: seconds after which a long import is reported, and given up.
     """
-    text = json.dumps([module, *symbols, *facts], default=str)
+    text = json.dumps([module, *symbols, *facts, platform.node(), platform.machine()], default=str)
     note = cache_dir() / "imports" / f"{module}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValueError):
         if note.read_text(encoding="utf-8") == text:
@@ -50,11 +52,13 @@ def fault(module: str, symbols: Sequence[str], facts: Sequence[object], warns: f
             return None
         try:
             long.start()
-            child.hear(ends)
+            problem = child.hear(ends)["over"]
         except EndedError as error:
             return f"importing {module} {str(error).removeprefix('it ')}"
         finally:
             long.cancel()
+    if problem is not None:
+        return None
     with suppress(OSError):  # a file appears whole or not at all
         note.parent.mkdir(parents=True, exist_ok=True)
         part = note.with_suffix(f".{os.getpid()}")
@@ -63,12 +67,14 @@ def fault(module: str, symbols: Sequence[str], facts: Sequence[object], warns: f
     return None
 
 
-def answer(work: Callable[[str, Sequence[str]], object]) -> None:
-    """The other side: a line when it begins, and one when the import is over, however."""
+def answer(work: Callable[[str, Sequence[str]], str | None]) -> None:
+    """The other side: a line when it begins, and one with the problem, or None, when the import is over."""
     module, *symbols = sys.argv[1:]
     with saying() as say:
         say("ready")
-        with suppress(BaseException):
-            work(module, symbols)
-        say("over")
+        try:
+            problem = work(module, symbols)
+        except BaseException as error:
+            problem = repr(error)
+        say({"over": problem})
     os._exit(0)  # what a library does at the end of its process is not about its import

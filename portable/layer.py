@@ -14,6 +14,7 @@ from portable.arguments import at_least, check_fields, checked
 Family = Literal["gqa", "mla", "mamba1", "mamba2"]
 Window = tuple[int | None, int | None]  # (left, right) keys beside the diagonal, inclusive; None = open
 CACHE_LAYOUTS = ("strided", "k_packed", "shuffled")
+SERVED_BY = {"gqa": "Attention", "mla": "MlaAttention", "mamba1": "Mamba", "mamba2": "Mamba"}
 
 
 class UnsupportedError(ValueError):
@@ -103,7 +104,25 @@ class Layer:
     ) -> Layer:
         """Multi-head, grouped-query or multi-query attention.
 
-        `window` as an int is a model's "sliding window W": the token itself and the W - 1 before it.
+        Args:
+            num_heads: query heads H.
+            head_dim: elements of a head of q and k.
+            num_kv_heads: KV heads Hkv, a divisor of num_heads; None: num_heads.
+            v_head_dim: elements of a head of v and of the output; None: head_dim.
+            scale: multiplies q @ k, before all else; None: 1/sqrt(head_dim).
+            dtype: of q, k, v and the output.
+            kv_dtype: of the cache; None: dtype. An fp8 type (torch.float8_e4m3fn, float8_e4m3fnuz) takes the scales of
+                `LayerTensors`.
+            window: (left, right) keys that a query sees beside its own position, inclusive; None leaves a side open.
+                An int W is a model's "sliding window W": the token itself and the W - 1 before it.
+            softcap: scaled scores become softcap * tanh(score / softcap), in units of the score; None: no cap.
+            sinks: one more logit per head, with value 0; each run is given `LayerTensors.sinks`.
+            alibi: scores get -slope * distance to the key in tokens; each run is given `LayerTensors.alibi`.
+            chunk: tokens per chunk of local attention: a query sees keys of its own chunk of positions alone, and
+                page_size divides it. None: all keys. (The chunk of a Mamba layer is another: a step of its scan.)
+            causal: whether a query sees no later keys. False is of a whole layer, `Batch.causal` of a step's requests.
+            cache_layout: "strided" [pages, page_size, Hkv, D], "k_packed" or "shuffled"; see `allocate_cache`.
+            batch_invariant: only kernels whose bits for a request are the same in every batch.
 
         >>> Layer.gqa(num_heads=8, head_dim=64, window=4).window
         (3, 0)
@@ -149,7 +168,17 @@ class Layer:
     ) -> Layer:
         """DeepSeek's multi-head latent attention; the default widths are those of DeepSeek-V2 and V3.
 
-        The scale is that of the up-projected heads, 1/sqrt(192) for the default, in both algorithms.
+        Args:
+            num_heads: query heads H.
+            kv_lora_rank: elements of a token's latent.
+            qk_nope_head_dim: elements of a head's q and k without positions, which the latent is up-projected to.
+            qk_rope_head_dim: elements of q and k that carry positions; all heads share those of k.
+            v_head_dim: elements of a head of v and of the output.
+            scale: multiplies q @ k; None: that of the up-projected heads, 1/sqrt(nope + rope), 1/sqrt(192) for the
+                default, in both algorithms.
+            dtype: of queries, latents, weights and the output.
+            kv_dtype: of the cache; None: dtype. An fp8 type takes a scalar `LayerTensors.k_scale`.
+            batch_invariant: only kernels whose bits for a request are the same in every batch.
 
         >>> layer = Layer.mla(num_heads=16)
         >>> layer.qk_head_dim, layer.v_head_dim, layer.latent_dim
@@ -185,7 +214,17 @@ class Layer:
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
     ) -> Layer:
-        """A Mamba-2 (SSD) layer; its cache holds states of `state_dtype`.
+        """A Mamba-2 (SSD) layer, whose cache holds states.
+
+        Args:
+            num_heads: heads H of the state.
+            head_dim: channels P of a head.
+            state_dim: elements N of a channel's state.
+            conv_width: taps of the causal convolution, the newest token's included.
+            num_groups: groups of heads that share B and C, a divisor of num_heads.
+            chunk: tokens that the scan of a prompt takes at a time. It bounds no attention, as `Layer.gqa`'s does.
+            dtype: of inputs and outputs.
+            state_dtype: of the states [slots, H, P, N].
 
         >>> Layer.mamba2(num_heads=80).chunk
         256
@@ -223,6 +262,10 @@ class Layer:
     ) -> Layer:
         """A Mamba-1 (selective scan) layer: a head of width 1 per channel, all in one group.
 
+        Args:
+            num_channels: channels of x behind the input projection; each is a head.
+            state_dim, conv_width, chunk, dtype, state_dtype: as for `Layer.mamba2`.
+
         >>> layer = Layer.mamba1(num_channels=1536)
         >>> layer.num_heads, layer.qk_head_dim, layer.num_groups
         (1536, 1, 1)
@@ -238,6 +281,20 @@ class Layer:
             state_dtype=state_dtype,
         )
         return replace(layer, family="mamba1")
+
+    @property
+    def brief(self) -> str:
+        """The facts that tell the layers of a model apart, in few words.
+
+        >>> Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128, window=(127, 0)).brief, Layer.mla(num_heads=16).brief
+        ('gqa 32/8 d128 bfloat16 window (127, 0)', 'mla 16/16 d192 v128 bfloat16')
+        """
+        words = [f"{self.family} {self.num_heads}/{self.num_kv_heads} d{self.qk_head_dim}"]
+        words += [f"v{self.v_head_dim}"] if self.v_head_dim != self.qk_head_dim else []
+        words += [f"{self.dtype}".removeprefix("torch.")]
+        words += [f"window {self.window}"] if self.window != (None, None) else []
+        words += [f"chunk {self.chunk}"] if self.chunk is not None else []
+        return " ".join(words)
 
     @property
     def group(self) -> int:
@@ -266,17 +323,37 @@ class Layer:
 
 
 class LayerTensors(NamedTuple):
-    """What differs from layer to layer at run time; every field may be None.
+    """What differs from layer to layer at run time, on the device of q; every field may be None.
+
+    Args:
+        sinks: [H] of any floating dtype: logits of the sinks, natural-log units, not scaled. Needed where the layer has
+            sinks, refused elsewhere; so is alibi.
+        alibi: [H] of any floating dtype: slopes; a key at a distance of n tokens loses slope * n.
+        k_scale: of an fp8 cache, one element or [Hkv], one per KV head, float32 (bfloat16 and float16 are taken too):
+            a key is its byte's value times the scale, and `write` divides by it. None: 1. Of MLA's latents one element.
+        v_scale: the same of values. None: 1. MLA has none.
+        q_scale: one element or [Hkv], float32, for kernels that quantise q themselves; q is given unscaled. MLA has
+            none.
 
     >>> LayerTensors().sinks is None
     True
     """
 
-    sinks: torch.Tensor | None = None  # [H], natural-log units, not scaled
-    alibi: torch.Tensor | None = None  # [H] f32 slopes
-    k_scale: torch.Tensor | None = None  # scalar or [Hkv] f32; stored value = byte x scale
+    sinks: torch.Tensor | None = None
+    alibi: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
+
+
+def check_family(layer: Layer, owner: str) -> None:
+    """Raise a ValueError that names the class to use, unless `owner` serves layers of this family."""
+    right = SERVED_BY.get(layer.family)
+    if right == owner:
+        return
+    serves = " and ".join(repr(family) for family, name in SERVED_BY.items() if name == owner)
+    use = f": use {right}" if right else ""
+    raise ValueError(f"layer.family is {layer.family!r}; {owner} serves {serves} layers{use}")
 
 
 def differing(layers: Sequence[Layer]) -> dict[str, tuple[object, ...]]:

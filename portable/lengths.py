@@ -63,11 +63,21 @@ def check_table(table: IntArray | torch.Tensor, query_lens: Int32, seq_lens: Int
     check_integers("block_table", table)
     longest = int(seq_lens.max(initial=0))
     if shape[1] * page_size < longest:
-        row = int(seq_lens.argmax())
+        row, single = int(seq_lens.argmax()), page_size == 1
         raise ValueError(
-            f"row {row}: seq_len {longest} needs {-(-longest // page_size)} pages of {page_size} tokens, "
-            f"but block_table is {shape[1]} wide"
+            f"row {row}: seq_len {longest} needs {-(-longest // page_size)} pages of {page_size} "
+            f"token{'' if single else 's'}, but block_table is {shape[1]} wide"
+            f"{' (page_size is 1, as it is where from_lens is given none)' if single else ''}"
         )
+
+
+def counted(num_reqs: int, num_tokens: int) -> str:
+    """The size of a step in words.
+
+    >>> counted(1, 6)
+    '1 request, 6 tokens'
+    """
+    return f"{num_reqs} request{'s' * (num_reqs != 1)}, {num_tokens} token{'s' * (num_tokens != 1)}"
 
 
 def check_pages(table: Int32, seq_lens: Int32, page_size: int) -> None:

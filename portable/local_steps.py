@@ -49,7 +49,7 @@ def local(batch: Batch, chunk: int) -> Batch:
     else:
         rows, starts = row.astype(np.int64), np.zeros(0, np.int64)
         if table is not None:
-            view = View(rows=rows, first_page=pages, width=_width(lens, chunk, batch.page_size))
+            view = View(rows=rows, first_page=pages, width=_width(lens, chunk, batch.page_size), chunk=chunk)
             starts = view.starts(table)
         cu_device, lens_device, row_device, starts_device = upload((cu, lens, rows, starts), batch.device)
         if table is not None and view is not None:
@@ -73,7 +73,7 @@ def local_host(batch: Batch, chunk: int) -> Batch:
     """
     row, query_lens, lens, pages = _cut(batch, chunk)
     width = _width(lens, chunk, batch.page_size)
-    view = View(rows=row.astype(np.int64), first_page=pages, width=width, picked=False)
+    view = View(rows=row.astype(np.int64), first_page=pages, width=width, picked=False, chunk=chunk)
     return replace(_of_chunks(batch, row, query_lens, lens), view=view)
 
 
@@ -90,6 +90,10 @@ def _cut(batch: Batch, chunk: int) -> _Cut:
     """The requests that `local` makes of a step, once it is found to take it."""
     at_least(1, chunk=index(chunk))
     batch.needs_exact("local attention")
+    if batch.view is not None and batch.view.chunk is not None:
+        raise UnsupportedError(
+            f"the step is a local one already, of chunk {batch.view.chunk}: give local the plain batch"
+        )
     if not batch.self_attention or batch.view is not None:
         raise UnsupportedError(
             "local attention of a derived step: its positions are not the sequence's; take local first"
@@ -132,7 +136,8 @@ def _of_chunks(batch: Batch, row: npt.NDArray[np.integer], query_lens: Int32, le
 
 def _local_decodes(batch: Batch, table: torch.Tensor, chunk: int, lens: Int32, pages: npt.NDArray[np.int64]) -> Batch:
     """`local` of one new token per request: each stays one."""
-    view = View(rows=np.arange(lens.size), first_page=pages, width=_width(lens, chunk, batch.page_size))
+    width = _width(lens, chunk, batch.page_size)
+    view = View(rows=np.arange(lens.size), first_page=pages, width=width, chunk=chunk)
     lens_device, starts = upload((lens, view.starts(table)), batch.device)
     return replace(
         batch,

@@ -24,6 +24,7 @@ import torch
 from portable.arguments import at_least
 from portable.batch import Batch
 from portable.layer import Layer
+from portable.lengths import counted
 from portable.mamba_chunks import stored_chunks
 from portable.mamba_memory import StateMemory
 from portable.mamba_places import (
@@ -71,6 +72,11 @@ class MambaPlan:
     padding: torch.Tensor | None = None  # [T] bool on the device, of a step that is padded to a size
     padded: Padded | None = None
     handle: int = -1  # the slot, as the registered ops know it
+
+    def __repr__(self) -> str:
+        step = self.padded.step if self.padded else self
+        size = f", padded to {self.padded.size}" if self.padded else ""
+        return f"MambaPlan({counted(step.num_reqs, step.num_tokens)}{size})"
 
     def with_group(self, table: Table) -> MambaPlan:
         """The same step on the states of another group with the same block size.

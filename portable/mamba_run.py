@@ -16,7 +16,7 @@ from portable.attention import Kernels
 from portable.batch import Batch
 from portable.cache import StatePools
 from portable.kernel import Needs, Op
-from portable.layer import Layer
+from portable.layer import Layer, check_family
 from portable.lengths import as_array
 from portable.mamba import MambaPlan, Mode
 from portable.mamba_copies import Pairs
@@ -73,8 +73,7 @@ class Mamba:
         max_tokens: int = 8192,
         backend: str | None = None,
     ) -> None:
-        if layer.family not in ("mamba1", "mamba2"):
-            raise ValueError(f"layer.family is {layer.family!r}; Mamba serves 'mamba1' and 'mamba2' layers")
+        check_family(layer, "Mamba")
         if mode not in get_args(Mode):
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, get_args(Mode)))}")
         at_least(1, max_reqs=max_reqs, max_tokens=max_tokens)
@@ -89,6 +88,9 @@ class Mamba:
         self._slots: dict[int, MambaSlot] = {}
         usual = {"conv1d": Op.CONV1D, "decode": Op.STATE_UPDATE, "prefill": Op.SSD, "copy": Op.STATE_COPY}
         self.choices: Mapping[str, Choice] = {name: self._kernels.choice(op, Needs()) for name, op in usual.items()}
+
+    def __repr__(self) -> str:
+        return f"Mamba({self.layer.brief}, {self.device})"
 
     def explain(self) -> Explanation:
         """Every choice with its reasons; print it."""

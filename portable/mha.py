@@ -18,7 +18,7 @@ from portable.ragged import next_power_of_2
 Choose = Callable[[Op, Needs], Kernel]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MhaPlan(Planned):
     """What `Attention.run` executes for one step. It lives until the next plan on its slot.
 

@@ -74,7 +74,7 @@ class MlaSegments:
         return (*(segment.kernel for segment in (*self.decodes, *prefills)), *parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MlaPlan(Planned):
     """What `MlaAttention.run` executes for one step. It lives until the next plan on its slot."""
 

@@ -13,7 +13,7 @@ from portable.attention import NO_TENSORS, Kernels
 from portable.batch import Batch
 from portable.check import check_cache, check_latent_tensors
 from portable.kernel import KV, AttnOut, Needs, Op
-from portable.layer import Layer, LayerTensors, UnsupportedError
+from portable.layer import Layer, LayerTensors, UnsupportedError, check_family
 from portable.limits import Limits
 from portable.mla import MAX_DECODE_QUERIES, MlaPlan, workspace_bytes, workspace_tokens
 from portable.mla_slot import MlaSlot
@@ -79,8 +79,7 @@ class MlaAttention(PaddedPlans[MlaPlan]):
         workspace: int | None = None,
         backend: str | None = None,
     ) -> None:
-        if layer.family != "mla":
-            raise ValueError(f"layer.family is {layer.family!r}; MlaAttention serves 'mla' layers")
+        check_family(layer, "MlaAttention")
         self.limits = Limits(page_size=page_size, max_reqs=max_reqs, max_tokens=max_tokens, max_seq_len=max_seq_len)
         self.layer = layer
         self.page_size = page_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -25,10 +27,11 @@ class MlaWeights(NamedTuple):
         Args:
             source: the weight, of 16 bits or more, or the linear module that has it. A module that does more than
                 multiply by a weight of plain numbers (a packed one, 8 bits with scales elsewhere, adapters) is applied
-                to the identity, so its own code dequantises.
+                to the identity, so its own code dequantises, without dropout; it must be linear.
 
         Raises:
-            ValueError: a bias, a weight of 8 bits or without memory, or a shape that does not fit the layer.
+            ValueError: a bias, a module that is not linear, a weight of 8 bits or without memory, or a shape that does
+                not fit the layer.
 
         >>> layer = Layer.mla(num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
         >>> [tuple(half.shape) for half in MlaWeights.from_kv_b_proj(torch.nn.Linear(16, 28, bias=False), layer)]
@@ -113,32 +116,107 @@ def weight_of(module: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.T
     """The weight [out, in] of a linear module as numbers, whatever it stores.
 
     Raises:
-        ValueError: it has a bias, which a product of matrices cannot hold, or does not take a latent.
+        ValueError: it has a bias, which a product of matrices cannot hold, does not take a latent, or is not linear.
     """
     bias = getattr(module, "bias", None)
     if (bias() if callable(bias) else bias) is not None:  # of torch's own quantised linears it is a method
         raise ValueError(f"kv_b_proj is a {type(module).__name__} with a bias; MLA's up-projection has none")
-    numbers = plain_weight(module)
-    if numbers is not None:
-        return numbers
-    devices = (each.device for each in (*module.parameters(), *module.buffers()))
-    device = next((each for each in devices if each.type != "meta"), None)  # weights that a hook loads are on meta
+    with evaluated(module):
+        numbers = plain_weight(module)
+        return applied_weight(module, rank, dtype) if numbers is None else numbers
+
+
+@contextmanager
+def evaluated(module: torch.nn.Module) -> Iterator[None]:
+    """Without dropout and the like; `eval()` itself is left alone, for adapters merge their weights there."""
+    training = [each for each in module.modules() if each.training]
     try:
-        applied = module(torch.eye(rank, dtype=dtype, device=device))
-    except Exception as error:
+        for each in training:
+            each.training = False
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+def applied_weight(module: torch.nn.Module, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of a module that is asked for its product with the identity, in the first dtype that it takes.
+
+    Raises:
+        ValueError: it takes none, or does what no weight does.
+    """
+    stored = [*module.parameters(), *module.buffers()]
+    device = next((each.device for each in stored if each.device.type != "meta"), None)  # a hook loads what is on meta
+    own = (each.dtype for each in stored if each.is_floating_point() and each.dtype.itemsize > 1)
+    failed: Exception | None = None
+    for each in dict.fromkeys((dtype, *own, torch.float32)):
+        identity = torch.eye(rank, dtype=each, device=device)
+        try:
+            found = module(identity)
+        except Exception as error:
+            failed = failed or error
+            continue
+        weight = product_of(module, found).mT
+        if weight.device.type != "meta":
+            check_linear(module, weight, identity)
+        return weight
+    raise ValueError(
+        f"kv_b_proj is a {type(module).__name__} that does not take [{rank}, {rank}] of {short(dtype)}: {failed}"
+    ) from failed
+
+
+def product_of(module: torch.nn.Module, found: object) -> torch.Tensor:
+    """The product [rows, out] among what a module returned; some engines return the bias too."""
+    product, *more = found if isinstance(found, tuple) else (found,)
+    if any(each is not None for each in more):
         raise ValueError(
-            f"kv_b_proj is a {type(module).__name__} that does not take [{rank}, {rank}] of {short(dtype)}: {error}"
-        ) from error
-    product: torch.Tensor = applied[0] if isinstance(applied, tuple) else applied  # some engines return the bias too
-    return product.mT
+            f"kv_b_proj is a {type(module).__name__} that returns a bias beside its product; "
+            "MLA's up-projection has none"
+        )
+    if not isinstance(product, torch.Tensor) or product.dim() != 2:
+        shape = list(product.shape) if isinstance(product, torch.Tensor) else type(product).__name__
+        raise ValueError(
+            f"kv_b_proj is a {type(module).__name__} that turns a matrix into {shape}; it must be a matrix"
+        )
+    return product
+
+
+NEARLY = 1 / 32  # of the largest output: activations in 127 steps from -1 to 1 are off by 0.8%, bfloat16 by 0.4%
+
+
+def check_linear(module: torch.nn.Module, weight: torch.Tensor, identity: torch.Tensor) -> None:
+    """Raise a ValueError unless the module gives 0 for 0, and for signs, whole and halved, the product by its weight.
+
+    Formats of 8 and 4 bits hold 0, 1, -1 and their halves, so quantised activations are as near as can be; a norm, an
+    activation function or a clamp is not, at one of the two sizes.
+    """
+    name, place = type(module).__name__, torch.arange(len(identity), device=identity.device)
+    signs = torch.where(place * place % 7 % 2 == 0, 1.0, -1.0).to(identity.dtype)
+    for size in (1.0, 0.5):
+        zero, found = product_of(module, module(torch.stack([signs * 0, signs * size]))).double()
+        if zero.any():
+            raise ValueError(
+                f"kv_b_proj is a {name} that adds up to {zero.abs().max():.3g} to its product, as a bias does; "
+                "MLA's up-projection has none"
+            )
+        right = weight.double() @ (signs.double() * size)
+        off, most = (found - right).abs().max(), right.abs().max()
+        if not off <= NEARLY * most:
+            raise ValueError(
+                f"kv_b_proj is a {name} that is not linear: outputs of up to {most:.3g} are off by {off:.3g} from a "
+                "product by a weight, which is all that MLA's up-projection does"
+            )
 
 
 def plain_weight(module: torch.nn.Module) -> torch.Tensor | None:
     """The weight of a module that does nothing but multiply by it; None where the module's own code is to be asked."""
     weight = getattr(module, "weight", None)
     code = getattr(module.forward, "__func__", None)  # of the module itself, which loaders and adapters may replace
+    call = type(module).__call__ is torch.nn.Module.__call__
+    every = torch.nn.modules.module  # hooks of every module
     more = module._forward_pre_hooks or module._forward_hooks
-    if code is not torch.nn.Linear.forward or more or not isinstance(weight, torch.Tensor):
+    more = more or every._global_forward_pre_hooks or every._global_forward_hooks
+    if code is not torch.nn.Linear.forward or not call or more or not isinstance(weight, torch.Tensor):
         return None
     if weight.is_quantized or type(weight).dequantize is not torch.Tensor.dequantize:  # one that knows its own scales
         return weight.dequantize()

@@ -219,9 +219,11 @@ def _open(package: VendorPackage) -> str | None:
     """Import a package and look for its symbols, once per process; the sentence that says what failed, or None."""
     with _lock:
         if package not in _opened:
-            noise = io.StringIO()
-            with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-                _opened[package] = _tried(package) or _in_time(package)
+            problem, noise = _tried(package), io.StringIO()
+            if problem is None:
+                with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+                    problem = _in_time(package)
+            _opened[package] = problem
             if noise.getvalue():
                 log.debug("importing %s printed: %s", package.module, noise.getvalue().strip())
         return _opened[package]

@@ -9,7 +9,7 @@ import torch
 from portable import ops
 from portable.arguments import at_least, named
 from portable.batch import Batch
-from portable.layer import UnsupportedError
+from portable.layer import Layer, UnsupportedError
 from portable.limits import Limits
 from portable.mha import MhaPlan
 from portable.mla import MlaPlan
@@ -25,11 +25,15 @@ Plan = TypeVar("Plan", MhaPlan, MlaPlan)
 class PaddedPlans(Generic[Plan]):
     """Plan slots of an object, whose plans may be padded to a size."""
 
+    layer: Layer
     device: torch.device
     limits: Limits
     _last: Size | None = None  # of the last padded plan, within the limits
     _workspace: torch.Tensor | None = None  # what is left of the caller's
     _held: tuple[torch.Tensor, ...] = ()  # what slots have of it
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.layer.brief}, page {self.limits.page_size}, {self.device})"
 
     @named
     def advance(self, plan: Plan) -> torch.Tensor:

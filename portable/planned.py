@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from portable.batch import Batch
 from portable.kernel import GraphLevel, Kernel
+from portable.lengths import counted
 from portable.sizes import Size
 
 
@@ -22,6 +23,15 @@ class Planned:
     """The facts that plans of every kind have."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        own: Any = self
+        padded = self._padded
+        step: Batch = padded.step if padded else own.batch
+        words = [counted(step.num_reqs, step.num_tokens), f"page {step.page_size}"]
+        words += [f"{len(own.parts)} parts"] if len(own.parts) > 1 else []
+        words += [f"padded to {padded.size}"] if padded else []
+        return f"{type(self).__name__}({', '.join(words)})"
 
     @property
     def size(self) -> Size | None:

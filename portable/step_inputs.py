@@ -88,7 +88,7 @@ def of_lens(
     return StepInputs(q, s, cu, cu_device, s_device, table, slots)
 
 
-def of_decodes(seq_lens: Lens, block_table: npt.NDArray[np.integer] | BlockTable, page_size: int) -> StepInputs:
+def of_decodes(seq_lens: Lens, block_table: npt.ArrayLike | BlockTable, page_size: int) -> StepInputs:
     """Of one new token for each request, all on the host."""
     s = as_lens("seq_lens", seq_lens)
     single = _single(s.size)

@@ -21,6 +21,7 @@ class View:
     first_page: npt.NDArray[np.int64]  # [B]
     width: int
     picked: bool = True  # False: the batch has the group's table, for whoever reads this off it
+    chunk: int | None = None  # of `local`, where it made this
 
     def of(self, table: torch.Tensor) -> torch.Tensor:
         """The derived table [B, width]."""

@@ -110,6 +110,17 @@ def test_whoever_writes_into_a_batch_of_decodes_leaves_the_others_alone(recwarn)
     assert not [str(each.message) for each in recwarn] and table.pages.tolist() == [[7, 9, 0], [4, 0, 0]]
 
 
+def test_a_decode_takes_the_tables_that_a_batch_of_lengths_takes_and_blames_what_is_wrong():
+    for table in ([[3, 7], [1, 0]], torch.tensor([[3, 7], [1, 0]]), np.array([[3, 7], [1, 0]])):
+        assert Batch.decode([5, 2], table, page_size=4).slot_mapping.tolist() == [28, 5]
+        for make in (
+            Batch.decode,
+            lambda lens, table, **more: Batch.from_lens([1, 1], lens, block_table=table, **more),
+        ):
+            with pytest.raises(ValueError, match=r"page_size is (np\.int64\()?4\)?; it must be an int between 1 and"):
+                make([5, 2], table, page_size=np.int64(4))
+
+
 @given(cases(), st.booleans())
 def test_an_engines_own_tensors_make_the_same_batch_uncopied(case, with_twins):
     tensors = engine_tensors(case)

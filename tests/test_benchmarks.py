@@ -154,6 +154,9 @@ def test_the_run_on_a_cpu(tmp_path, capfd):
     assert all(found["ok"] for row in result["rows"].values() for found in row["contestants"].values())
     assert result["rows"]["P1a 1x8192"]["selected"] == "portable reference.prefill"
     assert "merge 8192x32x128 beside a copy" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu"])
+    assert "attention is measured on a GPU" in capfd.readouterr().err
 
 
 def test_twins_on_a_cpu(tmp_path, capfd, monkeypatch):

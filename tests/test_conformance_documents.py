@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def test_every_part_of_a_report_is_looked_at_before_it_is_used(merged):
         (("schema",), 2, "its schema is 2, and 1 can be read"),
         ((*FIRST, "cells", 0, "status"), "good", "the status of kernels[0].cells[0] is 'good'"),
         ((*FIRST, "cells", 0, "figures"), [[1]], "a figure of kernels[0].cells[0] is not (what, error, tolerance)"),
+        *(
+            ((*FIRST, "cells", 0, "figures"), [bad], "a figure of kernels[0].cells[0] is not (what, error, tolerance)")
+            for bad in (["out", 1, -1], ["out", 1, math.nan], ["out", math.nan, 1], ["out", -1, 1])
+        ),
         (("asked",), [3], "'asked' of it is no list of names"),
     ):
         spoilt = json.loads(json.dumps(merged))
@@ -91,6 +96,38 @@ def merged() -> dict:
     """A report of one kernel."""
     merge = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
     return conform([merge], detect("cpu"), features=("2 parts", "3 parts"))
+
+
+def test_a_tolerance_of_nothing_is_drawn(merged):
+    exact = json.loads(json.dumps(merged))
+    _part(exact, (*FIRST, "cells", 0))["figures"] = [["out", 0, 0], ["lse", 0.1, 0], ["more", None, 0]]
+    assert not list(documents.problems(exact))
+    assert "<svg" in page(merged, [exact])
+
+
+def test_an_earlier_report_that_nothing_can_stay_of_is_left_as_it_is(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    kernel = ["conformance", "--device", "cpu", "--kernel", "reference.merge", "--json", str(file)]
+    flags = [*kernel, "--feature", "3 parts", "--feature", "2 parts"]
+    assert cli.main(flags) == 0
+    found = report_of(tmp_path)
+    for change, flags_now, why in (
+        ({}, [*flags, "--full"], "mode quick there and full now. Give --json another file, or leave --resume out"),
+        ({}, kernel, "features 2 parts, 3 parts there and all now. "),
+        ({}, [*kernel, "--feature", "3 parts"], "features 2 parts, 3 parts there and 3 parts now. "),
+        ({"proof": "emulated"}, flags, "proof emulated there and measured now. "),
+        ({"target": {**found["target"], "arch": "toy90"}}, flags, "(toy90) there and "),
+        ({"versions": {**found["versions"], "torch": "1.0"}}, flags, "torch 1.0 there and "),
+        ({"versions": {**found["versions"], "toy": "1.0"}}, flags, "differs: toy 1.0 there and None now. "),
+    ):
+        text = json.dumps({**found, **change})
+        file.write_text(text)
+        assert cli.main([*flags_now, "--resume"]) == cli.USER_ERROR
+        assert why in capsys.readouterr().err
+        assert file.read_text() == text
+    file.write_text(json.dumps(found))
+    assert cli.main([*kernel, "--feature", "2 parts", "--feature", "3 parts", "--resume"]) == 0  # in another order
+    assert report_of(tmp_path)["resumed"] == 2
 
 
 def test_what_a_run_has_no_time_for_is_said_and_run_by_the_next(tmp_path, capsys):

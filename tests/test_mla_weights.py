@@ -137,6 +137,108 @@ def test_torchs_own_linear_whose_bias_is_a_method_is_taken():
         MlaWeights.from_kv_b_proj(torch.ao.quantization.quantize_dynamic(with_bias, {torch.nn.Linear})[0], LAYER)
 
 
+class Wrapped(torch.nn.Module):
+    """A linear with code before and behind it, which are where its weight is not looked for."""
+
+    def __init__(self, *, before=lambda x: x, behind=lambda y: y, bias=False, **how) -> None:
+        super().__init__()
+        self.inner, self.before, self.behind = torch.nn.Linear(RANK, ROWS, bias=bias, **how), before, behind
+
+    def forward(self, x):
+        return self.behind(self.inner(self.before(x)))
+
+
+def rms(x):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+NOT_LINEAR = {
+    "a bias inside": ({"bias": True}, r"adds up to 0\.\d+ to its product, as a bias does"),
+    "adds one": ({"behind": lambda y: y + 1}, "adds up to 1 to its product"),
+    "a bias beside": ({"behind": lambda y: (y, torch.ones(ROWS))}, "returns a bias beside its product"),
+    "a norm": ({"before": rms}, "is not linear: outputs of up to .* are off by .* from a product"),
+    "a norm behind": ({"behind": rms}, "is not linear"),
+    "tanh": ({"behind": torch.tanh}, "is not linear"),
+    "relu": ({"behind": torch.relu}, "is not linear"),
+    "absolute": ({"before": torch.abs}, "is not linear"),
+    "cubed": ({"before": lambda x: x**3}, "is not linear"),
+    "not a number": ({"behind": lambda y: y * torch.nan}, "adds up to nan"),
+    "two matrices": ({"behind": lambda y: [y, y]}, "turns a matrix into list; it must be a matrix"),
+    "heads": ({"behind": lambda y: y.view(-1, HEADS, NOPE + V_DIM)}, r"into \[16, 3, 14\]; it must be a matrix"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LINEAR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_that_does_what_no_weight_does_is_refused(case, dtype):
+    how, why = NOT_LINEAR[case]
+    with pytest.raises(ValueError, match=f"kv_b_proj is a Wrapped that .*{why}"):
+        MlaWeights.from_kv_b_proj(Wrapped(**how, dtype=dtype), LAYER)
+
+
+def test_a_hook_that_adds_is_refused():
+    linear = torch.nn.Linear(RANK, ROWS, bias=False)
+    linear.register_forward_hook(lambda module, given, out: out + 1.0)
+    with pytest.raises(ValueError, match="is a Linear that adds up to 1 to its product, as a bias does; MLA's up-proj"):
+        MlaWeights.from_kv_b_proj(linear, LAYER)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_linear_inside_a_module_is_found_in_every_dtype(dtype):
+    module = Wrapped(dtype=dtype)
+    for layer in (LAYER, mla_layer(torch.bfloat16)):
+        same(MlaWeights.from_kv_b_proj(module, layer), module.inner.weight.detach().to(layer.dtype))
+
+
+def test_a_module_in_training_gives_the_weight_of_inference_and_is_left_in_training():
+    module = Wrapped(before=torch.nn.Dropout(0.5))
+    module.before.train(), module.inner.eval()
+    assert module.training
+    same(MlaWeights.from_kv_b_proj(module, LAYER), module.inner.weight.detach())
+    assert module.training and module.before.training and not module.inner.training
+
+
+def test_what_every_module_or_a_class_does_to_its_call_is_in_the_halves():
+    linear = torch.nn.Linear(RANK, ROWS, bias=False)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: out * 2)
+    try:
+        found = MlaWeights.from_kv_b_proj(linear, LAYER)
+    finally:
+        handle.remove()
+    same(found, linear.weight.detach() * 2)
+
+    class Doubled(torch.nn.Linear):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    linear = Doubled(RANK, ROWS, bias=False)
+    same(MlaWeights.from_kv_b_proj(linear, LAYER), linear.weight.detach() * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_activations_of_few_bits_are_linear_enough(dtype, seed):
+    """Per tensor with a zero point, as torch does; per token and symmetric; and 8 bits of floating point."""
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(RANK, ROWS, bias=False)
+    (packed,) = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(linear), {torch.nn.Linear})
+
+    def per_token(x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        return (x / scale).round() * scale
+
+    def float8(x):
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448
+        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+    for module in (packed, Wrapped(before=per_token), Wrapped(before=float8)):
+        weight = linear.weight if module is packed else module.inner.weight
+        found = MlaWeights.from_kv_b_proj(module, mla_layer(dtype))
+        for half, right in zip(found, halves(weight.detach()), strict=True):
+            torch.testing.assert_close(half.float(), right, atol=0.01, rtol=0)
+
+
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="weight of float8_e4m3fn, whose scales are elsewhere; it must be dequantised"):
         MlaWeights.from_kv_b_proj(torch.zeros(ROWS, RANK).to(torch.float8_e4m3fn), LAYER)

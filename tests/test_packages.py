@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import pytest
 
 from portable import packages
 from portable.backends.packages import PACKAGES
+from portable.cache_dir import cache_dir
 from portable.kernel import Kernel, KernelCaps, Needs, Op, Requires
 from portable.layer import Layer, UnsupportedError
 from portable.packages import Package, VendorPackage, inspect, installed, why_closed
@@ -116,7 +121,9 @@ def test_an_import_that_fails_is_tried_once_and_quoted(
     assert dict(choose().rejected)["aiter.prefill"] == (f"amd-aiter 0.1.7 cannot be used: {problem}",)
 
 
-def test_the_first_import_of_a_version_is_in_another_process_and_the_next_are_not(site: Path) -> None:
+def test_the_first_import_of_a_version_is_in_another_process_and_the_next_are_not(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = str(site / "imports")
     source = f"import os\nwith open({told!r}, 'a') as file:\n    print(os.getpid(), file=file)\n{AITER}"
     install(site, {"aiter/__init__.py": source, "aiter/ops.py": "", "aiter/mla.py": MLA}, amd_aiter="0.1.7")
@@ -140,11 +147,68 @@ def test_the_first_import_of_a_version_is_in_another_process_and_the_next_are_no
     metadata.write_text(metadata.read_text().replace("0.1.7", "0.1.8"))
     assert processes() == ["elsewhere", "here"]
     assert processes() == ["here"]
+    for fact in ("node", "machine"):  # a folder that several machines share
+        monkeypatch.setattr(platform, fact, lambda: "another")
+        assert processes() == ["elsewhere", "here"]
+
+
+def notes(site: Path) -> list[Path]:
+    return list((site / "cache").rglob("*.json"))
+
+
+@pytest.mark.parametrize("source", ["raise RuntimeError('no GPU')", "import sys; sys.exit()", "x = 1"])
+def test_an_import_that_fails_is_not_noted_as_one_that_went_well(site: Path, source: str) -> None:
+    install(site, {"aiter/__init__.py": source, "aiter/ops.py": ""}, amd_aiter="0.1.7")
+    assert installed()["amd-aiter"].problem is not None and notes(site) == []
+
+
+def test_what_others_print_is_not_taken_for_the_end_of_an_import(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, {"noise/sitecustomize.py": "print(1); print(2)", "aiter/ops.py": ""}, amd_aiter="0.1.7")
+    (site / "aiter" / "__init__.py").write_text(f"import os\nos.getpid() == {os.getpid()} or os._exit(5)")
+    monkeypatch.setenv("PYTHONPATH", str(site / "noise"))
+    sys.path.insert(0, str(site / "noise"))
+    assert installed()["amd-aiter"].problem == "importing aiter ended its process with code 5: it wrote nothing"
+    assert notes(site) == []
+
+
+def test_what_other_threads_print_while_it_is_imported_elsewhere_is_not_lost(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(3)\n{AITER}"
+    install(site, {"aiter/__init__.py": source, "aiter/ops.py": "", "aiter/mla.py": MLA}, amd_aiter="0.1.7")
+    ended = threading.Event()
+
+    def engine() -> None:
+        for number in range(5):
+            time.sleep(0.2)
+            print("engine", number)
+        ended.set()
+
+    threading.Thread(target=engine).start()
+    assert installed()["amd-aiter"].problem is None and ended.is_set()
+    assert capsys.readouterr().out.split("\n") == [*(f"engine {number}" for number in range(5)), ""]
+
+
+def test_without_a_home_the_cache_is_a_folder_of_the_user_among_the_temporary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PORTABLE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and without a passwd entry
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"portable-{os.getuid()}"
+    for _ in range(2):
+        assert cache_dir() == folder and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert cache_dir() == folder
+    folder.chmod(0o777)  # who can write there could put compiled code there
+    assert cache_dir() == Path(os.devnull) / "portable"
 
 
 def test_where_no_process_can_be_had_a_package_is_imported_here(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, {"aiter/__init__.py": AITER, "aiter/ops.py": "", "aiter/mla.py": MLA}, amd_aiter="0.1.7")
-    for nothing in (os.devnull, "/bin/true"):  # which cannot be run, and which says nothing
+    monkeypatch.setattr(sys, "path", [site, *sys.path])  # a Path, which Python passes over
+    for nothing in (None, os.devnull, "/bin/true"):  # the last two: which cannot be run, and which says nothing
         monkeypatch.setattr(sys, "executable", nothing)
         packages._opened.clear()
         assert installed()["amd-aiter"].problem is None

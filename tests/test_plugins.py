@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import portable
-from portable import attention, cli, doctor, plugins, verdicts
+from portable import attention, cli, doctor, plugin_kernels, plugins, verdicts
+from portable.conformance import command as conformance
 from portable.platform.detect import cache_clear, describe, detect, vendors
 
 RIGHT = (Path(portable.__file__).parent / "new_vendor" / "kernels.py").read_text(encoding="utf-8")
@@ -74,6 +75,15 @@ def test_a_plug_in_brings_its_kernels(install):
     assert kernel.plugin.startswith("extra 1.0 ")
     assert kernel in portable.available_kernels("cpu")
     assert states(plugins.KERNELS) == {"acme": ("loaded", None)}
+
+
+def test_a_package_is_hashed_once_for_all_its_kernels(install, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(plugin_kernels, "package_hash", lambda package: hashed.append(package) or "0")
+    second = "replace(KERNELS[0], caps=replace(KERNELS[0].caps, name='acme.other'))"
+    install(kernels_acme=f"{RIGHT}\nfrom dataclasses import replace\nKERNELS = (*KERNELS, {second})")
+    assert names() >= {"acme.paged", "acme.other"}
+    assert len(hashed) == len(set(hashed)) == 1
 
 
 BROKEN = {
@@ -153,6 +163,8 @@ def test_a_kernel_that_lies_is_not_offered(install, monkeypatch, caplog, right, 
     assert "acme.paged is not used on cpu: its self-test failed" in caplog.text
     chosen = portable.Attention(LAYER, page_size=16, device="cpu").explain()
     assert "acme.paged" not in {row.choice.kernel.name for row in chosen.rows if row.choice}
+    assert "self-test failed" in conformance.offered(detect("cpu"))[1]["acme.paged"][0]
+    assert [kernel.name for kernel in conformance.offered(detect("cpu"), ["acme.paged"])[0]] == ["acme.paged"]
 
 
 ENDS = "it ended its process with code "

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from portable import KV, Attention, Batch, Layer, LayerTensors, UnsupportedError
+from portable import KV, Attention, Batch, Layer, LayerTensors, Size, UnsupportedError
+from portable.local_steps import local_host
 from portable.validate import validate
 from portable.variants import cross, draft, local, shard, tree, trim, verify
 
@@ -34,11 +35,24 @@ def test_masks_by_position_need_whole_sequences(kwargs, step):
 
 def test_chunks_of_a_trimmed_step_would_start_elsewhere():
     trimmed = trim(Batch.from_lens([1], [13], block_table=[[0, 1, 2, 3]], page_size=4), left=7)
-    with pytest.raises(UnsupportedError, match="take local first"):
+    with pytest.raises(UnsupportedError, match=r"layer.chunk is 8, so plan\(\) takes local itself: give it the plain"):
         make(chunk=8)[0].plan(trimmed)
+    with pytest.raises(UnsupportedError, match="take local first"):
+        local(trimmed, 8)
     for derived in (CROSS, SHARD):
         with pytest.raises(UnsupportedError, match="take local first"):
             local(derived, 4)
+
+
+@pytest.mark.parametrize("step", [STEP, Batch.from_lens([5], [12], block_table=[[0, 1, 2]], page_size=4)])
+def test_local_is_taken_once(step):
+    attn, once = make(chunk=8)[0], local(step, 8)
+    for padded in ({}, dict(pad_to=Size(1, 8))):
+        with pytest.raises(UnsupportedError, match=r"layer.chunk is 8, so plan\(\) takes local itself"):
+            attn.plan(once, **padded)
+    for again in (once, local_host(step, 8)):
+        with pytest.raises(UnsupportedError, match="a local one already, of chunk 8: give local the plain batch"):
+            local(again, 4)
 
 
 @pytest.mark.parametrize("derived", [CROSS, SHARD, trim(STEP, 3)], ids=["cross", "shard", "trimmed"])

@@ -232,6 +232,14 @@ def test_another_process_tests_real_kernels() -> None:
     }
 
 
+@pytest.mark.usefixtures("child")
+def test_what_others_print_before_is_not_taken_for_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print(1); print(2); print('{\"fault\": null}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert dict(apart("gpu", ["wrong"])) == {"wrong": "out is wrong"}
+
+
 def test_a_test_that_hangs_in_this_process_is_left_behind() -> None:
     waiting = threading.Event()
     ask = Verdicts(TARGET, {}, lambda kernel, target: str(waiting.wait(60)))

@@ -301,3 +301,33 @@ def test_an_lse_is_seen_by_request_or_by_token(requests, queries, heads, strided
     for b, h, s in product(range(requests), range(heads), range(queries)):
         assert by_request[b, h, s] == lse[h, b * queries + s]
     assert torch.equal(turned_lse(lse, ()), lse.T) and by_request.data_ptr() == lse.data_ptr()
+
+
+class Elsewhere(torch.Tensor):
+    """Memory of another device at the same address."""
+
+    def get_device(self):
+        return 1
+
+
+def test_devices_that_share_an_address_have_a_view_each(kept):
+    here = torch.zeros(2, 4, 6)
+    there = here.as_subclass(Elsewhere)
+    for _ in range(2):
+        kept(KV(here, None)), kept(KV(there, None))
+    assert len(kept.made) == 2
+    made = []
+    aliases = Aliases(lambda rows: made.append(rows) or rows)
+    for _ in range(3):
+        aliases(here), aliases(there)
+    assert len(made) == 4
+
+
+def test_nothing_is_kept_of_numbers_that_are_still_to_be_negated_or_conjugated(kept):
+    numbers = torch.complex(torch.arange(24.0), torch.arange(24.0) + 1).view(1, 4, 6)
+    for lazy in (numbers.conj().imag, numbers.conj()):
+        aliases = Aliases(lambda rows: rows.unsqueeze(1))
+        for _ in range(3):
+            assert torch.equal(aliases(lazy), lazy.unsqueeze(1))
+            assert torch.equal(kept(KV(lazy, None)).k.squeeze(2), lazy)
+            assert torch.equal(kept(KV(numbers.real, lazy)).v, lazy)

@@ -64,13 +64,15 @@ def main(argv: list[str]) -> int:
 
         stage(args.stage)
         return 0
+    if args.device == "cpu" and not args.shrink:
+        parser.error("attention is measured on a GPU, and torch has none here; --device cpu --shrink tries the harness")
     if args.child:
         return child(args)
     result = supervise(args, argv)
     print(table.markdown(result), end="")
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return 0 if any(result[part] for part in ("rows", "ceilings", "host")) else 1
 
 
 def supervise(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
@@ -95,7 +97,8 @@ def supervise(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             if process.returncode == 0:
                 break
             where = current.read_text(encoding="utf-8")
-            print(f"lost at {where!r}, exit code {process.returncode}", flush=True)
+            how = "ended behind its time" if process.returncode == -9 else f"exit code {process.returncode}"
+            print(f"lost at {where!r}, {how}", flush=True)
             if where == "start":
                 break  # nothing can be measured here
             with lost.open("a", encoding="utf-8") as file:

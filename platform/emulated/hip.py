@@ -119,8 +119,9 @@ def compile(source: str | Path, arch: str, options: Sequence[str] = (), cache: P
     """Compile HIP C++, or take what the same text was compiled to before.
 
     Args:
-        source: text, or a file, whose folder is searched for what it includes. Files that are included in quotes count
-            as part of the text; those of other folders, given in `options`, do not.
+        source: text, or a `Path` of a file, whose folder is searched for what it includes. Files that are included in
+            quotes count as part of the text; those of other folders, given in `options`, do not. What a kernel uses of
+            HIP (`threadIdx`, `__shared__`) comes with `#include <hip/hip_runtime.h>`.
         arch: "gfx942" or "gfx950".
         options: more of clang's, such as "-DHEAD_DIM=128".
         cache: the folder where compiled sources are kept, `cache_dir()` by default.
@@ -131,6 +132,8 @@ def compile(source: str | Path, arch: str, options: Sequence[str] = (), cache: P
     """
     if arch not in driver.DEVICES:
         raise ValueError(f"arch {arch!r} is not one of {', '.join(driver.DEVICES)}")
+    if isinstance(source, str) and "\n" not in source and source.endswith((".hip", ".cu", ".cpp", ".h")):
+        raise ValueError(f"source is {source!r}, the name of a file; it must be the text itself, or a Path")
     folder = source.resolve().parent if isinstance(source, Path) else None
     name, text = (source.name, source.read_text()) if isinstance(source, Path) else ("source.hip", source)
     parts = [clang.version(), arch, json.dumps(list(options)), name, text]

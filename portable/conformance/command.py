@@ -68,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     mode, target = "full" if args.full else "quick", detect(args.device)
     if args.jobs is not None and args.jobs < 0:
         raise ValueError(f"--jobs is {args.jobs}; it must be at least 0")
+    if args.limit is not None and not args.limit >= 0:
+        raise ValueError(f"--limit is {args.limit:g}; it must be at least 0 seconds")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout is {args.timeout:g}; it must be more than 0 seconds")
     if args.jobs == 0 and (args.limit is not None or args.resume):
         raise ValueError("--jobs is 0; --limit and --resume need processes")
     for flag, file in (("--json", args.json), ("--html", args.html), ("--record", args.record)):
@@ -148,7 +152,11 @@ def offered(
             hint = instead(name, [*providers, *(kernel.name for kernel in every)])
             raise ValueError(f"{name!r} is no kernel or provider; {hint}the providers are {', '.join(providers)}")
     chosen = [k for k in every if names is None or k.name in names or k.caps.provider in names]
-    reasons = {kernel.name: why_not_here(kernel, target, packages, verdict) for kernel in chosen}
+    asked = set(names or ())  # by its own name: not self-tested first, for the kit shows each cell of what is wrong
+    reasons = {
+        kernel.name: why_not_here(kernel, target, packages, None if kernel.name in asked else verdict)
+        for kernel in chosen
+    }
     able = [kernel for kernel in chosen if not reasons[kernel.name]]
     able.sort(key=lambda k: (_place(k, names or ()), k.caps.op not in ATTENTION, k.caps.op not in RECURRENT))
     if not able:
@@ -189,12 +197,15 @@ def conform(
         kept: hears of the document so far whenever a kernel ends, and of kernels that take long every few seconds.
         features: only these groups or values of the report, as it names them; none: all.
         limit: seconds for the run; cells that are left are "not run".
-        earlier: the document of an earlier run of the same mode and features, whose cells of parity stay where device,
-            versions and source do; so do its other kernels.
+        earlier: the document of an earlier run of the same device, versions, mode and features, whose cells of parity
+            stay where the source does; so do its other kernels.
+
+    Raises:
+        ValueError: the earlier run differs in more than its kernels' sources.
     """
     start = time.perf_counter()
     scope = replace(FULL if mode == "full" else QUICK, features=tuple(features))
-    known, before = comparable(earlier, target, mode, features) if earlier else ({}, [])
+    known, before = documents.comparable(earlier, target, mode, features) if earlier else ({}, [])
     found: dict[str, dict[str, Any]] = {kernel.name: {} for kernel in kernels} | known
     asked = list(dict.fromkeys([*(kernel.name for kernel in kernels), *before]))
     if jobs is None:
@@ -218,28 +229,6 @@ def conform(
             found[entry["name"]] = entry
             kept(document())
     return document()
-
-
-def comparable(
-    earlier: Mapping[str, Any], target: Target, mode: str, features: Sequence[str]
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """name -> entry of the kernels in an earlier document that would give the same answers now; and all that it asked.
-
-    Both are empty where it is of another device, mode or version.
-    """
-    here = (target.arch, target.name, report.proof_of(target), mode, list(features), report.versions(target))
-    told = earlier["target"]
-    there = (told["arch"], told["name"], *(earlier[name] for name in ("proof", "mode", "features", "versions")))
-    if here != there:
-        return {}, []
-    sources = {kernel.name: report.source_of(kernel) for kernel in load_kernels()}
-    known = {
-        kernel["name"]: {**kernel, "cells": [{**cell, "earlier": True} for cell in kernel["cells"]]}
-        for kernel in earlier["kernels"]
-        if kernel["source"] and kernel["source"] == sources.get(kernel["name"])
-    }
-    asked = (*earlier.get("asked", ()), *(kernel["name"] for kernel in earlier["kernels"]))
-    return known, [name for name in dict.fromkeys(asked) if name in sources]
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from portable.attention import load_kernels
+from portable.conformance import report
 from portable.conformance.report import SCHEMA, STATUSES
+from portable.platform.target import Target
 
 RIGHT = "it must be a report that `portable conformance --json FILE` wrote"
 Fields = Mapping[str, "type | tuple[type, ...]"]
@@ -76,6 +79,37 @@ def read(option: str, file: Path) -> dict[str, Any]:
     return document
 
 
+def comparable(
+    earlier: Mapping[str, Any], target: Target, mode: str, features: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """name -> entry of the kernels in an earlier document that would give the same answers now; and all that it asked.
+
+    Raises:
+        ValueError: it is of another device, mode or version, or of other features, so that nothing of it can stay.
+    """
+    told, now = earlier["target"], report.versions(target)
+    pairs = {
+        "device": (f"{told['name']} ({told['arch']})", f"{target.name} ({target.arch})"),
+        "proof": (earlier["proof"], report.proof_of(target)),
+        "mode": (earlier["mode"], mode),
+        "features": tuple(", ".join(sorted({*map(str, each)})) or "all" for each in (earlier["features"], features)),
+        **{name: (earlier["versions"].get(name), now.get(name)) for name in {**earlier["versions"], **now}},
+    }
+    if differing := [f"{name} {then} there and {here} now" for name, (then, here) in pairs.items() if then != here]:
+        raise ValueError(
+            f"--resume goes on with a report of the same flags, device and versions, and the earlier one differs: "
+            f"{'; '.join(differing)}. Give --json another file, or leave --resume out to write that one anew"
+        )
+    sources = {kernel.name: report.source_of(kernel) for kernel in load_kernels()}
+    known = {
+        kernel["name"]: {**kernel, "cells": [{**cell, "earlier": True} for cell in kernel["cells"]]}
+        for kernel in earlier["kernels"]
+        if kernel["source"] and kernel["source"] == sources.get(kernel["name"])
+    }
+    asked = (*earlier.get("asked", ()), *(kernel["name"] for kernel in earlier["kernels"]))
+    return known, [name for name in dict.fromkeys(asked) if name in sources]
+
+
 def problems(found: object) -> Iterator[str]:
     """What a report has that this one has not, the first first.
 
@@ -126,4 +160,5 @@ def _is_figure(figure: object) -> bool:
     if not isinstance(figure, list) or len(figure) != 3:
         return False
     what, error, most = figure
-    return isinstance(what, str) and isinstance(error, (*NUMBER, type(None))) and isinstance(most, NUMBER)
+    good = isinstance(what, str) and isinstance(error, (*NUMBER, type(None))) and isinstance(most, NUMBER)
+    return good and most >= 0 and (error is None or error >= 0)  # which NaN is not

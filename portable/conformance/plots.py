@@ -17,6 +17,17 @@ def names(kernel: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]]) -> st
     return str(kernel["name"]) if alone else f"{kernel['name']}, {kernel['place']}"
 
 
+def ratio(error: float | None, tolerance: float) -> float:
+    """An error, None where it is not finite, in units of its tolerance, which may be 0.
+
+    >>> ratio(None, 0.1), ratio(0.05, 0.1), ratio(0, 0), ratio(1e-9, 0)
+    (1000.0, 0.5, 1e-05, 1000.0)
+    """
+    if error is None or (error and not tolerance):
+        return MOST
+    return min(max(error / tolerance, LEAST), MOST) if error else LEAST
+
+
 def errors(kernels: Sequence[Mapping[str, Any]]) -> str:
     """Each comparison of each kernel, its error in units of its tolerance; empty where nothing was compared."""
     shown = [kernel for kernel in kernels if any(cell["figures"] for cell in kernel["cells"])]
@@ -28,7 +39,7 @@ def errors(kernels: Sequence[Mapping[str, Any]]) -> str:
         figure, axes = pyplot.subplots(figsize=(9, 0.9 + 0.24 * len(shown)), layout="constrained")
         for row, kernel in enumerate(shown):
             figures = [figure for cell in kernel["cells"] for figure in cell["figures"]]
-            ratios = [MOST if error is None else min(max(error / most, LEAST), MOST) for _, error, most in figures]
+            ratios = [ratio(error, most) for _, error, most in figures]
             for colour, shown_here in ((GOOD, [r for r in ratios if r <= 1]), (BAD, [r for r in ratios if r > 1])):
                 axes.plot(shown_here, [row] * len(shown_here), "|", color=colour, markersize=9, markeredgewidth=1)
         axes.axvline(1, color="#444", linewidth=1, linestyle="--")

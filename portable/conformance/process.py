@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Process(Child):
     """The other side, as this one sees it."""
 
     def __init__(self, arguments: Sequence[str], stop: threading.Event) -> None:
-        super().__init__(CHILD, arguments, {"OMP_NUM_THREADS": "1"}, told=True)  # there are processes enough
+        super().__init__(CHILD, arguments, {"OMP_NUM_THREADS": "1"})  # there are processes enough
         self.stop = stop
 
     def ask(self, kernel: str, cell: int) -> None:
@@ -48,14 +48,15 @@ def answer(arguments: Sequence[str]) -> None:
     from portable.platform.detect import detect
 
     device, scope = arguments
-    with saying() as say:
+    questions: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    with saying(questions.put) as say:
         target = detect(device)
         kernels = {kernel.name: kernel for kernel in load_kernels()}
         asked: dict[str, tuple[list[Probe], Judge]] = {}
         say(["ready", None])
         with on(target), remembering():
-            for line in sys.stdin:
-                name, number = json.loads(line)
+            while True:
+                name, number = questions.get()
                 if name not in asked:
                     found = list(probes(kernels[name], target, Scope(**json.loads(scope))))
                     asked[name] = found, Judge(kernels[name], target)

@@ -413,6 +413,8 @@ def test_a_source_that_does_not_compile(tmp_path):
         hip.compile("__global__ void f() { +nothing; }", "gfx942", cache=tmp_path)
     with pytest.raises(ValueError, match="arch 'gfx90a' is not one of gfx942, gfx950"):
         hip.compile(SOURCE, "gfx90a", cache=tmp_path)
+    with pytest.raises(ValueError, match=r"source is 'kernels\.hip', the name of a file; .* or a Path"):
+        hip.compile("kernels.hip", "gfx942", cache=tmp_path)
 
 
 @pytest.mark.parametrize("absent", ["ziglang", "clang_include_cleaner", "triton"])
