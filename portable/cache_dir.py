@@ -19,7 +19,10 @@ def cache_dir() -> Path:
     except ModuleNotFoundError:
         found = Path(os.path.expanduser("~")) / ".cache" / "portable"
     else:
-        found = Path(platformdirs.user_cache_dir("portable"))
+        try:
+            found = Path(platformdirs.user_cache_dir("portable"))
+        except RuntimeError:  # of later releases, where there is no home
+            return _without_home()
     return found if found.is_absolute() else _without_home()  # a "~" stays where nothing says what it is
 
 

@@ -176,8 +176,10 @@ def test_a_quantised_projection_is_read_once_and_in_no_step():
     made.weights_of_all = torch.cat(list(made.weights), 1).flatten(0, 1)
     weights = MlaWeights.from_kv_b_proj(Packed(), LAYER)
     assert all(torch.equal(a, b) for a, b in zip(weights, made.weights, strict=True))
+    once, linear = (LAYER.kv_lora_rank, LAYER.kv_lora_rank), (2, LAYER.kv_lora_rank)
+    assert applied == [once, linear, linear]  # and a look whether it is linear, at two sizes
     part = dataclasses.replace(made, weights=weights)
     attn = MlaAttention(LAYER, page_size=4, device="cpu", workspace=8)
     for _ in range(3):
         close(part.run(attn).out, made.right(LAYER)[0], 1e-10)
-    assert applied == [(LAYER.kv_lora_rank, LAYER.kv_lora_rank)]
+    assert len(applied) == 3
