@@ -1,4 +1,4 @@
-"""Tensors as a callable wants them, kept by where their memory is: a view takes 1.2 us of an H100's host, a look 0.4.
+"""Tensors as a callable wants them, kept by where their memory is: a look takes 0.4 us (a CPU), making one 1 to 4.
 
 What is kept holds no memory, so whoever asks for it holds the tensor until it was used. In return it is right for every
 tensor that has the address, the shape, the strides, the dtype and the device's number later on: they are all that it
