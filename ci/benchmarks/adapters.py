@@ -173,7 +173,8 @@ def blank(name: str) -> None:
     sys.modules[parts[0]].get_mla_metadata_v1 = lambda **given: None  # type: ignore[attr-defined]
 
 
-def main(names: list[str]) -> int:
+def added(names: list[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """us that each adapter adds; what a vendor's absence keeps from being measured is told."""
     here, worst = detect(), 0.0
     print(f"us that an adapter adds to a call, on {here.device}; the goal is {GOAL:g}")
     for kernel, adapter in adapted():
@@ -188,10 +189,10 @@ def main(names: list[str]) -> int:
             print(f"{kernel.name:45} left out: {error}")
             continue
         worst = max(worst, found["out"], found.get("out and lse", 0.0))
-        print(f"{kernel.name:45} " + ", ".join(f"{value:5.2f} {name}" for name, value in found.items()))
+        print(f"{kernel.name:45} " + ", ".join(f"{value:5.2f} {name}" for name, value in found.items()), flush=True)
+        yield kernel.name, {name: round(us, 2) for name, us in found.items()}
     print(f"worst {worst:.2f}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    list(added(sys.argv[1:]))

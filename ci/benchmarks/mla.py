@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
 from benchmarks.mla_problems import Decode, Problem, Shape, able  # noqa: E402
 from benchmarks.mla_prompts import Prompt, Write  # noqa: E402
-from benchmarks.peers import unpacked  # noqa: E402
+from benchmarks.stage import FA3, FLASH_MLA, unpacked  # noqa: E402
 from benchmarks.timing import Measure, contest  # noqa: E402
 from portable.attention import load_kernels  # noqa: E402
 from portable.proof import source_hash  # noqa: E402
@@ -197,10 +197,13 @@ def shown(measure: Measure, graphs: bool) -> str:
 def raw_peers(folder: Path | None) -> set[str]:
     """Vendors' operators without an adapter; a library that an adapter loaded is there already."""
     found = set()
-    for name, library, operator in (("fa3", "_vllm_fa3_C", "fwd"), ("flashmla", "_flashmla_C", "dense_decode_fwd")):
+    for name, file, library, operator in (
+        ("fa3", FA3, "_vllm_fa3_C", "fwd"),
+        ("flashmla", FLASH_MLA, "_flashmla_C", "dense_decode_fwd"),
+    ):
         try:
             if folder and not hasattr(getattr(torch.ops, library), operator):
-                torch.ops.load_library(str(unpacked(folder / f"{name}.so.xz")))
+                torch.ops.load_library(str(unpacked(folder) / file))
         except (OSError, RuntimeError) as error:
             print(f"{name}: {str(error)[:150]}", flush=True)
         if hasattr(getattr(torch.ops, library), operator):

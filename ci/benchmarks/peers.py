@@ -7,7 +7,6 @@ workload returns None. Metadata and plans are made before the timing, as their e
 from __future__ import annotations
 
 import importlib
-import lzma
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.problem import Problem
+from benchmarks.stage import FA3, unpacked
 from benchmarks.workloads import FP8
 from portable.kernel import KV
 
@@ -40,10 +40,11 @@ def load(root: Path | None, absent: dict[str, str], seen: Callable[[str], bool])
     if root is None:
         absent["fa3, vllm, aiter"] = "no folder of staged peers was given (--peers)"
         return found
-    sys.path.insert(0, str(root / "site"))
+    site = unpacked(root)
+    sys.path.insert(0, str(site))
     try:
         if seen("fa3"):
-            torch.ops.load_library(str(unpacked(root / "fa3.so.xz")))
+            torch.ops.load_library(str(site / FA3))
             found["fa3"] = Peer(fa3)
             found["fa3 fp8 q"] = Peer(fa3_fp8, 8e-2)
     except (OSError, RuntimeError) as error:
@@ -70,16 +71,6 @@ def module_of(name: str, module: str, absent: dict[str, str]) -> Any:
     except Exception as error:
         absent[name] = f"{type(error).__name__}: {error}"[:200]
         return None
-
-
-def unpacked(packed: Path) -> Path:
-    """The library beside its packed form, unpacked once."""
-    library = packed.with_suffix("")
-    if not library.exists():
-        temporary = library.with_suffix(".part")
-        temporary.write_bytes(lzma.decompress(packed.read_bytes()))
-        temporary.rename(library)
-    return library
 
 
 def fa3(problem: Problem, fp8: bool = False) -> Call | None:

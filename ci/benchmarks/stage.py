@@ -1,7 +1,9 @@
 """Peers out of PyPI's wheels, by name, version and hash, into a folder that a machine without a network can take along.
 
-FA3 and FlashMLA (a library each, 11 and 2 MB packed) and the Triton kernels of vLLM and aiter as files. Their packages
-import half of an engine; `STAND_INS` are what those few files need of it.
+FA3 and FlashMLA (a library each, 11 and 2 MB packed) with the functions that call them, and the Triton kernels of vLLM
+and aiter as files. Their packages import half of an engine; `STAND_INS` are what those few files need of it.
+`python ci/benchmarks/stage.py FOLDER` unpacks the libraries on the other machine: with FOLDER/site on the path, the
+package that portable's adapters look for is there.
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ FLASH_MLA = "vllm/_flashmla_C.abi3.so"
 LIBRARIES = {FA3: "fa3.so.xz", FLASH_MLA: "flashmla.so.xz"}
 VLLM_OPS = "vllm/v1/attention/ops"
 AITER = "aiter/ops/triton"
+MHA = (
+    "mha",
+    "mha_fused_bwd",
+    "mha_onekernel_bwd",
+    *(f"_triton_kernels/{name}" for name in ("mha", "mha_fused_bwd", "mha_onekernel_bwd")),
+    *(f"utils/{name}" for name in ("core", "logger", "_triton/mha_kernel_utils", "_triton/pid_preprocessing")),
+)
 WHEELS = {
     "vllm": Wheel(
         "0.33.0",
@@ -39,6 +48,10 @@ WHEELS = {
         "manylinux_2_28_x86_64",
         (
             *LIBRARIES,
+            "vllm-0.33.0.dist-info/METADATA",
+            "vllm/vllm_flash_attn/__init__.py",
+            "vllm/vllm_flash_attn/flash_attn_interface.py",
+            "vllm/third_party/flashmla/flash_mla_interface.py",
             *(
                 f"{VLLM_OPS}/triton_{name}.py"
                 for name in (
@@ -60,6 +73,8 @@ WHEELS = {
             f"{AITER}/_triton_kernels/unified_attention.py",
             f"{AITER}/utils/types.py",
             f"{AITER}/utils/device_info.py",
+            f"{AITER}/configs/MI350X-MHA-DEFAULT.json",
+            *(f"{AITER}/{name}.py" for name in MHA),
         ),
     ),
 }
@@ -110,7 +125,14 @@ class Hopper:
 
 current_platform = Hopper()
 """,
-    f"{AITER}/utils/_triton/arch_info.py": "def get_arch():\n    return 'gfx950'  # whose fp8 is Hopper's, e4m3fn\n",
+    f"{AITER}/utils/_triton/arch_info.py": """def get_arch():
+    return 'gfx950'  # whose fp8 is Hopper's, e4m3fn
+
+
+def get_device():
+    return 'MI350X'
+""",
+    f"{AITER}/_triton_kernels/flash_attn_triton_amd/__init__.py": "flash_attn_2 = None  # not asked for\n",
 }
 
 
@@ -127,11 +149,22 @@ def stage(folder: Path, wheels: Path | None = None) -> None:
             manifest[name] = {"version": wheel.version, "sha256": wheel.sha256}
     for file, text in STAND_INS.items():
         put(folder, site, file, text.encode())
-    for part in [path for path in site.rglob("*") if path.is_dir()]:
+    for part in [path for path in site.rglob("*") if path.is_dir() and "-" not in path.name]:
         (part / "__init__.py").touch()
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.1f} MiB, {', '.join(f'{name} {wheel.version}' for name, wheel in WHEELS.items())}")
+
+
+def unpacked(folder: Path) -> Path:
+    """`site/` of a staged folder, with the libraries in their packages, unpacked once."""
+    for file, name in LIBRARIES.items():
+        library = folder / "site" / file
+        if not library.exists() and (folder / name).exists():
+            part = library.with_suffix(".part")
+            part.write_bytes(lzma.decompress((folder / name).read_bytes()))
+            part.rename(library)
+    return folder / "site"
 
 
 def download(name: str, wheel: Wheel, into: Path) -> Path:
@@ -156,7 +189,11 @@ def put(folder: Path, site: Path, file: str, content: bytes) -> None:
     target = site / file
     if file in LIBRARIES:
         target, content = folder / LIBRARIES[file], lzma.compress(content, preset=6)
-    elif file.startswith(AITER) and file.endswith(".py"):
+    elif file.startswith(AITER):
         content = AMD_OPTION.sub("", content.decode()).encode()
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
+
+
+if __name__ == "__main__":
+    print(unpacked(Path(sys.argv[1])))

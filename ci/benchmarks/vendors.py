@@ -1,0 +1,116 @@
+"""Vendors' kernels on this machine: python -m benchmarks.vendors [--json FILE], from ci/
+
+* The time of each one's self-test, in a process of its own: the first run, and the median and the most of three more.
+* What each adapter adds to a call: `benchmarks.adapters`.
+* aiter's Triton attention, which runs where Triton does: the contract, with its caps widened to this device.
+
+With the `site` of staged peers on the path (`ci/card` puts it there), vLLM's copies of FA3 and FlashMLA are installed
+packages. `ci/prove.py` and the conformance kit run their contract.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import adapters
+from portable import available_kernels, detect
+from portable.attention import load_kernels
+from portable.backends.selftest import fault
+from portable.conformance import cells, contract
+from portable.kernel import ATTENTION
+from portable.platform.target import Target
+from portable.proof import source_hash
+
+GOAL = 50.0  # ms of a self-test
+ELSEWHERE = "aiter.varlen_triton_017"
+
+
+def vendors() -> list[str]:
+    """Attention kernels of others that are offered here: not what compiles at its first call."""
+    ours = ("triton", "hip", "reference")
+    kernels = (kernel for kernel in available_kernels() if kernel.caps.op in ATTENTION)
+    return sorted(kernel.name for kernel in kernels if kernel.caps.provider not in ours)
+
+
+def self_test(name: str) -> tuple[str | None, list[float], str]:
+    """What is wrong with a kernel, the ms of four self-tests of this process, and the hash of its source."""
+    target, took, problem = detect(), [], None
+    kernel = next(kernel for kernel in available_kernels() if kernel.name == name)  # which imports its package
+    torch.zeros(1, device=target.device)
+    for _ in range(4):
+        start = time.perf_counter()
+        problem = problem or fault(kernel, target)
+        took.append((time.perf_counter() - start) * 1e3)
+    return problem, took, source_hash(kernel)
+
+
+def self_tests() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in vendors():
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process each: a first run finds nothing made
+            problem, (first, *more), source = pool.apply(self_test, (name,))
+        times = {"first": first, "median": statistics.median(more), "most": max(more)}
+        found = {"self_test": problem or "passed", "self_test_ms": {key: round(ms, 1) for key, ms in times.items()}}
+        print(f"{name:45} {found}", flush=True)
+        yield name, {**found, "source": source}
+
+
+def widened(target: Target) -> dict[str, Any] | None:
+    """The contract of aiter's Triton attention on a device that its package is not for; None where it is not there."""
+    kernel = next(kernel for kernel in load_kernels() if kernel.name == ELSEWHERE)
+    caps = replace(kernel.caps, vendors=frozenset({target.vendor}), archs=frozenset({target.arch}), requires=())
+    kernel = replace(kernel, caps=caps)
+    with contextlib.suppress(ImportError):
+        __import__(kernel.run.__self__.convention.module)  # type: ignore[attr-defined]
+        passed, failed = 0, 0
+        for case in cells.cases(kernel, target):
+            try:
+                contract.check(kernel, case, target.device)
+                passed += 1
+            except Exception as error:
+                failed += 1
+                print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
+        problem = fault(kernel, target)
+        found = {"contract": {"cells": passed, "failures": failed}, "self_test": problem or "passed"}
+        print(f"{kernel.name:45} {found}", flush=True)
+        return found | {"source": source_hash(kernel)}
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vendors", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to a file")
+    parser.add_argument("--only", default="", help="parts, of self-tests, aiter, adapters (default: all)")
+    args = parser.parse_args()
+    target, only = detect(), args.only.split(",") if args.only else ("self-tests", "aiter", "adapters")
+    kernels: dict[str, dict[str, Any]] = dict(self_tests()) if "self-tests" in only else {}
+    if "aiter" in only and target.device != "cpu" and (found := widened(target)):
+        kernels[ELSEWHERE] = found
+    if "adapters" in only:
+        for name, us in adapters.added([]):
+            if name in kernels:
+                kernels[name]["adds_us"] = us
+    versions = {"card": target.name, "torch": torch.__version__}
+    result = {"arch": target.arch, "at": versions}
+    if args.json:
+        lines = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(kernels.items())]
+        head = json.dumps(result, indent=1).removesuffix("\n}")
+        args.json.write_text(head + ',\n "kernels": {\n' + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+    slow = [name for name, each in kernels.items() if each.get("self_test_ms", {}).get("median", 0.0) > GOAL]
+    wrong = [name for name, each in kernels.items() if each["self_test"] != "passed"]
+    print(f"{len(kernels)} kernels; self-tests over {GOAL:g} ms: {slow}; not passed: {wrong}")
+    return int(bool(wrong) or any(each.get("contract", {}).get("failures") for each in kernels.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
