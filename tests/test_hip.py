@@ -24,7 +24,7 @@ import torch
 from portable.backends.hip import FILES, KERNELS, cache, launch, paged_decode, runtime, sources
 from portable.backends.hip.objects import Store
 from portable.conformance.inputs import segment
-from portable.kernel import KV, Segment
+from portable.kernel import KV, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.detect import describe
 
@@ -227,7 +227,7 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
     def prepare(k: Any, v: Any, kv: KV, slots: Any, layer: Layer, tensors: LayerTensors) -> Any:
         made.append(kv)
         scales = cache._scale_facts(kv, tensors, layer)
-        return cache._Write(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
+        return cache._Prepared(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
 
     monkeypatch.setattr(cache, "_prepare_write", prepare)
     monkeypatch.setattr(cache, "_writes", launch.Launches())
@@ -244,6 +244,35 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
     assert not new(kv) and not new(kv, LayerTensors(v_scale=scale + 1))
     assert new(kv, LayerTensors()) and new(kv, LayerTensors(v_scale=torch.ones(2)))
     assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v)) and new(KV(kv.v.clone(), kv.v))
+
+
+def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    layer = Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+    kv, scale = KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float8_e4m3fn)), torch.tensor(2.0)
+    made: list[KV] = []
+
+    def prepare(kv: KV, k: Any, v: Any, segment: Segment, layer: Layer, tensors: LayerTensors) -> Any:
+        made.append(kv)
+        scales = cache._scale_facts(kv, tensors, layer)
+        return cache._Prepared(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
+
+    monkeypatch.setattr(cache, "_prepare_gather", prepare)
+    monkeypatch.setattr(cache, "_gathers", launch.Launches())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
+    kernel = next(kernel for kernel in cache.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
+
+    def new(kv: KV, lens: tuple[int, ...] = (5, 8), width: int = 2, **tensors: torch.Tensor) -> bool:
+        """Whether a gather is prepared."""
+        table = torch.zeros(len(lens), width, dtype=torch.int32)
+        part = segment(kernel, [(1, each) for each in lens], layer, table, 4)
+        before = len(made)
+        out = cache.gather(kv, part, layer, LayerTensors(v_scale=scale, **tensors))
+        assert out.k.shape == out.v.shape == (sum(lens), 2, 8)
+        return len(made) > before
+
+    assert new(kv) and not new(kv) and not new(kv, lens=(1, 2))
+    assert new(kv, lens=(1, 2, 3)) and new(kv, width=3) and new(kv, k_scale=torch.ones(2))
+    assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v))
 
 
 def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):

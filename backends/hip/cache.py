@@ -21,19 +21,25 @@ NOTHING = (0,) * 6
 ITEMS = "iIiiIiii"
 
 
-class _Write(NamedTuple):
-    """A prepared write, good for the layer and pages that it holds on to or looks at."""
+class _Prepared(NamedTuple):
+    """A prepared launch, good for the layer and pages that it holds on to or looks at."""
 
     launch: Launch
     together: int  # tokens of a block
     k_pages: ReferenceType[torch.Tensor]
     v_pages: Callable[[], torch.Tensor | None]
-    behind: int  # bytes from MLA's first part of a row to its second
+    behind: int  # bytes from the first part of a row of MLA's that is written in two to the second
     scales: tuple[object, ...]
     layer: Layer
 
+    def serves(self, kv: KV, tensors: LayerTensors, layer: Layer) -> bool:
+        """An address, and a tensor's id, may have come to others."""
+        same = self.k_pages() is kv.k and self.v_pages() is kv.v
+        return same and (not self.scales or self.scales == _scale_facts(kv, tensors, layer))
 
-_writes: Launches[_Write] = Launches()
+
+_writes: Launches[_Prepared] = Launches()
+_gathers: Launches[_Prepared] = Launches()
 
 
 def _nothing() -> None:
@@ -63,12 +69,7 @@ def write(
     second = None if v is None else v.stride()
     key = id(layer), id(k_pages), k.stride(), second, slot_mapping.dtype
     known = _writes.known.get(key)
-    if (
-        known is None
-        or known.k_pages() is not k_pages  # an address, and a tensor's id, may have come to others
-        or known.v_pages() is not v_pages
-        or (known.scales and known.scales != _scale_facts(kv, tensors, layer))
-    ):
+    if known is None or not known.serves(kv, tensors, layer):
         known = _prepare_write(k, v, kv, slot_mapping, layer, tensors)
         if k.is_cuda:
             _writes.keep(key, known)
@@ -102,7 +103,7 @@ def _prepare_write(
     slot_mapping: torch.Tensor,
     layer: Layer,
     tensors: LayerTensors,
-) -> _Write:
+) -> _Prepared:
     layout, mla = layer.cache_layout, layer.family == "mla"
     heads, rank = 1 if mla else layer.num_kv_heads, k.shape[-1]
     page_size = kv.k.shape[1] if layout == "strided" else kv.k.shape[3]
@@ -127,9 +128,13 @@ def _prepare_write(
         1 if v is None else 2,
         max(each.slices for each in made),
     )
+    return _prepared(launch, together, rank * kv.k.itemsize, kv, tensors, layer)
+
+
+def _prepared(launch: Launch, together: int, behind: int, kv: KV, tensors: LayerTensors, layer: Layer) -> _Prepared:
     scales = _scale_facts(kv, tensors, layer) if kv.k.dtype.itemsize == 1 else ()
     k_ref, v_ref = ref(kv.k), _nothing if kv.v is None else ref(kv.v)
-    return _Write(launch, together, k_ref, v_ref, rank * kv.k.itemsize, scales, layer)
+    return _Prepared(launch, together, k_ref, v_ref, behind, scales, layer)
 
 
 def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
@@ -139,36 +144,57 @@ def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
 
 def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     """Every request's keys and values in order; rows beyond the last are 0 where host lengths are bounds."""
-    rows, layout, mla = int(segment.host_seq_lens.sum()), layer.cache_layout, layer.family == "mla"
-    heads = 1 if mla else layer.num_kv_heads
-    widths = (layer.latent_dim, 0) if mla else (layer.qk_head_dim, layer.v_head_dim if kv.v is not None else 0)
-    outputs = [
-        torch.empty((rows, width) if mla else (rows, heads, width), dtype=layer.dtype, device=kv.k.device)
-        for width in widths
-        if width
-    ]
-    k, v = outputs[0], outputs[1] if len(outputs) > 1 else None
-    if rows:
-        table = segment.block_table
-        assert table is not None
-        first = pages_of(kv.k, "k", layout)
-        second = None if kv.v is None else pages_of(kv.v, "v", layout)
-        fp8 = kv.k.dtype.itemsize == 1
-        k_scale, v_scale = (tensors.k_scale, tensors.v_scale if v is not None else None) if fp8 else (None, None)
-        made = [items(heads, width, layer.dtype) for width in widths]
-        together = made[0].tokens if v is None else min(each.tokens for each in made)
-        fixed = (
-            *made[0].numbers(together), *made[1].numbers(together),
-            *first.strides, *(NOTHING if second is None else second.strides),
-            *_sizes(widths[0], first), *_sizes(widths[1], second),
-            *divide(kv.k.shape[1] if layout == "strided" else kv.k.shape[3]),
-            table.stride(0), _step(k_scale), _step(v_scale), heads, len(segment.seq_lens),
-        )  # fmt: skip
-        given = kv.k, kv.v, k, v, segment.prepared, table, k_scale, v_scale
-        slices = max(each.slices for each in made)
-        launch = _function("gather", layer.dtype, kv.k.dtype).prepare(given, fixed, len(outputs), slices)
-        launch(-(-rows // together), *addresses(*given), rows)
+    rows, heads, v = int(segment.host_seq_lens.sum()), layer.num_kv_heads, None
+    facts: dict[str, Any] = {"dtype": layer.dtype, "device": kv.k.device}
+    if layer.family == "mla":
+        k = torch.empty((rows, layer.latent_dim), **facts)
+    else:
+        k = torch.empty((rows, heads, layer.qk_head_dim), **facts)
+        v = None if kv.v is None else torch.empty((rows, heads, layer.v_head_dim), **facts)
+    if not rows:
+        return KV(k, v)
+    table = segment.block_table
+    assert table is not None
+    key = id(layer), id(kv.k), table.stride(0), len(segment.host_seq_lens)
+    known = _gathers.known.get(key)
+    if known is None or not known.serves(kv, tensors, layer):
+        known = _prepare_gather(kv, k, v, segment, layer, tensors)
+        if k.is_cuda:
+            _gathers.keep(key, known)
+    launch, together, _, _, _, scales, _ = known
+    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if scales else (0, 0)
+    v_pages, v_at = (0, 0) if v is None or kv.v is None else (kv.v.data_ptr(), v.data_ptr())
+    starts = segment.prepared.data_ptr()
+    launch(
+        -(-rows // together), kv.k.data_ptr(), v_pages, k.data_ptr(), v_at, starts, table.data_ptr(), k_scale, v_scale,
+        rows,
+    )  # fmt: skip
     return KV(k, v)
+
+
+def _prepare_gather(
+    kv: KV, k: torch.Tensor, v: torch.Tensor | None, segment: Segment, layer: Layer, tensors: LayerTensors
+) -> _Prepared:
+    layout, table = layer.cache_layout, segment.block_table
+    assert table is not None
+    heads = 1 if layer.family == "mla" else layer.num_kv_heads
+    widths = k.shape[-1], 0 if v is None else v.shape[-1]
+    first = pages_of(kv.k, "k", layout)
+    second = None if kv.v is None else pages_of(kv.v, "v", layout)
+    k_scale, v_scale = _scales(kv, tensors, layer)
+    made = [items(heads, width, layer.dtype) for width in widths]
+    together = made[0].tokens if v is None else min(each.tokens for each in made)
+    fixed = (
+        *made[0].numbers(together), *made[1].numbers(together),
+        *first.strides, *(NOTHING if second is None else second.strides),
+        *_sizes(widths[0], first), *_sizes(widths[1], second),
+        *divide(kv.k.shape[1] if layout == "strided" else kv.k.shape[3]),
+        table.stride(0), _step(k_scale), _step(v_scale), heads, len(segment.seq_lens),
+    )  # fmt: skip
+    given = kv.k, kv.v, k, v, segment.prepared, table, k_scale, v_scale
+    slices = max(each.slices for each in made)
+    launch = _function("gather", layer.dtype, kv.k.dtype).prepare(given, fixed, 1 if v is None else 2, slices)
+    return _prepared(launch, together, 0, kv, tensors, layer)
 
 
 def _rows(new: torch.Tensor | None) -> tuple[int, int]:

@@ -14,7 +14,15 @@ from portable.backends.triton.archs import on_gpus
 from portable.backends.triton.fp8 import FLAVOURS
 from portable.backends.triton.launch import launch, target_of
 from portable.backends.triton.prefill_kernel import FAR, LOG2E, attention
-from portable.backends.triton.prefill_tiles import NO_BF16_CONVERSION, OPEN, VECTOR_PAGES, Work, pieces, plan
+from portable.backends.triton.prefill_tiles import (
+    NO_BF16_CONVERSION,
+    OPEN,
+    VECTOR_PAGES,
+    Work,
+    pieces,
+    plan,
+    value_pieces,
+)
 from portable.backends.triton.xcd import room
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
@@ -65,7 +73,7 @@ def attend(
     if layer.softcap is not None:
         scale, softcap = 2 * scale / layer.softcap, layer.softcap * LOG2E.value
     qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece)
-    v_main, v_tail = pieces(layer.v_head_dim, tile.piece)
+    v_main, v_tail = value_pieces(target, layer, tile.piece)
     launch(
         attention,
         (room(work.tiles, target.xcds) * layer.num_kv_heads,),

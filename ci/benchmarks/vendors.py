@@ -1,6 +1,6 @@
 """Vendors' kernels on this machine: python -m benchmarks.vendors [--json FILE], from ci/
 
-* The time of each one's self-test, in a process of its own: the first run, and the median and the most of three more.
+* The time of each one's self-test: the first run in this process, and the median and the most of three more.
 * What each adapter adds to a call: `benchmarks.adapters`.
 * aiter's Triton attention, which runs where Triton does: the contract, with its caps widened to this device.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from portable import available_kernels, detect
 from portable.attention import load_kernels
 from portable.backends.selftest import fault
 from portable.conformance import cells, contract
-from portable.kernel import ATTENTION
+from portable.kernel import ATTENTION, Kernel
 from portable.platform.target import Target
 from portable.proof import source_hash
 
@@ -36,33 +35,24 @@ GOAL = 50.0  # ms of a self-test
 ELSEWHERE = "aiter.varlen_triton_017"
 
 
-def vendors() -> list[str]:
+def vendors() -> Iterator[Kernel]:
     """Attention kernels of others that are offered here: not what compiles at its first call."""
     ours = ("triton", "hip", "reference")
-    kernels = (kernel for kernel in available_kernels() if kernel.caps.op in ATTENTION)
-    return sorted(kernel.name for kernel in kernels if kernel.caps.provider not in ours)
+    return (k for k in available_kernels() if k.caps.op in ATTENTION and k.caps.provider not in ours)
 
 
-def self_test(name: str) -> tuple[str | None, list[float], str]:
-    """What is wrong with a kernel, the ms of four self-tests of this process, and the hash of its source."""
-    target, took, problem = detect(), [], None
-    kernel = next(kernel for kernel in available_kernels() if kernel.name == name)  # which imports its package
-    torch.zeros(1, device=target.device)
-    for _ in range(4):
-        start = time.perf_counter()
-        problem = problem or fault(kernel, target)
-        took.append((time.perf_counter() - start) * 1e3)
-    return problem, took, source_hash(kernel)
-
-
-def self_tests() -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in vendors():
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process each: a first run finds nothing made
-            problem, (first, *more), source = pool.apply(self_test, (name,))
-        times = {"first": first, "median": statistics.median(more), "most": max(more)}
+def self_tests(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    fault(next(k for k in load_kernels() if k.name == "reference.paged"), target)  # so that what all share is there
+    for kernel in vendors():
+        took, problem = [], None
+        for _ in range(4):
+            start = time.perf_counter()
+            problem = problem or fault(kernel, target)
+            took.append((time.perf_counter() - start) * 1e3)
+        times = {"first": took[0], "median": statistics.median(took[1:]), "most": max(took[1:])}
         found = {"self_test": problem or "passed", "self_test_ms": {key: round(ms, 1) for key, ms in times.items()}}
-        print(f"{name:45} {found}", flush=True)
-        yield name, {**found, "source": source}
+        print(f"{kernel.name:45} {found}", flush=True)
+        yield kernel.name, {**found, "source": source_hash(kernel)}
 
 
 def widened(target: Target) -> dict[str, Any] | None:
@@ -93,7 +83,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="parts, of self-tests, aiter, adapters (default: all)")
     args = parser.parse_args()
     target, only = detect(), args.only.split(",") if args.only else ("self-tests", "aiter", "adapters")
-    kernels: dict[str, dict[str, Any]] = dict(self_tests()) if "self-tests" in only else {}
+    kernels: dict[str, dict[str, Any]] = dict(self_tests(target)) if "self-tests" in only else {}
     if "aiter" in only and target.device != "cpu" and (found := widened(target)):
         kernels[ELSEWHERE] = found
     if "adapters" in only:
