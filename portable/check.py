@@ -224,7 +224,7 @@ def check_conv(
     """Raise a ValueError unless the arguments of one convolution fit the layer, the step and each other."""
     channels, width, device = layer.conv_channels, layer.conv_width, plan.device
     _like("x", x, (plan.padded_tokens, channels), layer.dtype, device)
-    _like("out", out, (plan.padded_tokens, channels), layer.dtype, device)
+    _like_out(out, (plan.padded_tokens, channels), layer.dtype, device)
     _like("weight", weight, (channels, width), None, device)
     if bias is not None:
         _like("bias", bias, (channels,), None, device)
@@ -242,8 +242,9 @@ def check_scan(
     """Raise a ValueError unless the arguments of one scan fit the layer, the step and each other."""
     x, dt, b, c, z = given
     tokens, heads, width, device = plan.padded_tokens, layer.num_heads, layer.qk_head_dim, plan.device
-    for name, tensor in (("x", x), ("out", out), *([] if z is None else [("z", z)])):
+    for name, tensor in (("x", x), *([] if z is None else [("z", z)])):
         _like(name, tensor, (tokens, heads, width), layer.dtype, device)
+    _like_out(out, (tokens, heads, width), layer.dtype, device)
     _like("dt", dt, (tokens, heads), None, device)
     for name, tensor in (("b", b), ("c", c)):
         _like(name, tensor, (tokens, layer.num_groups, layer.state_dim), layer.dtype, device)

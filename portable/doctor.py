@@ -227,7 +227,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _titled("packages", [_verdict(name, found["packages"][name]) for name in sorted(found["packages"])])
     brought = [_plugin_row(group, plugin) for group, each in found["plugins"].items() for plugin in each]
     yield from _titled("plug-ins", brought)
-    yield from _titled("kernels", [_kernel_row(kernel) for kernel in found["kernels"]])
+    yield from _titled("kernels", _kernel_rows(found["kernels"]))
     yield from _titled("cache", [("folder", str(found["cache_dir"]))])
 
 
@@ -250,14 +250,20 @@ def _plugin_row(group: str, plugin: Mapping[str, Any]) -> tuple[str, ...]:
     return (mark, group, *map(plugins.printable, said))
 
 
-def _kernel_row(kernel: Mapping[str, Any]) -> tuple[str, ...]:
-    able = ", ".join((kernel["dtypes"], *kernel["features"], f"graph {kernel['graph']}"))
-    return (
-        "yes" if kernel["usable"] else "no",
-        kernel["op"],
-        kernel["name"],
-        able if kernel["usable"] else "; ".join(kernel["reasons"]),
-    )
+def _kernel_rows(kernels: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Each that can be used, then those that cannot: a row for all of a provider that have one reason."""
+    rows: list[tuple[str, ...]] = []
+    others: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for kernel in kernels:
+        if kernel["usable"]:
+            able = ", ".join((kernel["dtypes"], *kernel["features"], f"graph {kernel['graph']}"))
+            rows.append(("yes", kernel["op"], kernel["name"], able))
+        else:
+            others.setdefault((kernel["provider"], "; ".join(kernel["reasons"])), []).append(kernel)
+    for (_, reasons), (first, *more) in others.items():
+        op = first["op"] if all(each["op"] == first["op"] for each in more) else "several"
+        rows.append(("no", op, f"{first['name']} and {len(more)} more" if more else first["name"], reasons))
+    return rows
 
 
 def _titled(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -240,6 +240,22 @@ def test_one_broken_part_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatc
     assert "ZeroDivisionError" in text
 
 
+def test_doctor_says_once_why_kernels_of_a_provider_are_not_used() -> None:
+    found = doctor.report(os.environ)
+    rows = [
+        line.split(maxsplit=2) for line in doctor.render(found).split("kernels:\n")[1].split("\n\n")[0].splitlines()
+    ]
+    usable = [kernel["name"] for kernel in found["kernels"] if kernel["usable"]]
+    assert [name.split()[0] for mark, _, name in rows if mark == "yes"] == usable
+    told = [
+        int(more[1]) + 1 if (more := re.match(r"\S+ and (\d+) more  ", name)) else 1
+        for mark, _, name in rows
+        if mark == "no"
+    ]
+    assert sum(told) == len(found["kernels"]) - len(usable)
+    assert len(told) < sum(told) or not told
+
+
 def test_doctor_lists_plug_ins_and_whether_they_may_load(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("b", "pkg.b", "portable.kernels"), EntryPoint("a", "pkg.a", "portable.kernels")]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "portable.kernels" else [])

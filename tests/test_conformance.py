@@ -239,6 +239,17 @@ def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkey
     assert {cell["status"] for cell in found["kernels"][0]["cells"]} <= {"failed", "not run", "parity"}
 
 
+def test_cells_for_which_no_process_starts_fail_and_say_so(monkeypatch):
+    def full(*arguments):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(apart, "Process", full)
+    merge = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
+    found = conform([merge], detect("cpu"), jobs=1, features=("sinks",))
+    failed = {cell["reason"] for cell in found["kernels"][0]["cells"] if cell["status"] == "failed"}
+    assert failed == {"no process can be started: [Errno 11] Resource temporarily unavailable"}
+
+
 def test_a_record_proves_a_kernel_while_its_source_is_the_same(tmp_path):
     merge = next(kernel for kernel in KERNELS if kernel.caps.op is Op.MERGE)
     record = report.record(conform([merge], detect("cpu")))

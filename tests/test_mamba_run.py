@@ -321,6 +321,7 @@ def test_a_plan_lives_until_the_next_on_its_slot():
         ({"bias": torch.zeros(4)}, r"bias has shape \[4\]"),
         ({"pool": torch.zeros(4, 56, 3)}, r"the convolution's pool has shape \[4, 56, 3\]; it must be \[4, 3, 56\]"),
         ({"pool": torch.zeros(1, 3, 56)}, "the convolution's pool has 1 slots; the step uses slot 2"),
+        ({"out": torch.zeros(56).expand(3, 56)}, r"out has strides \[0, 1\]; its rows share memory"),
     ],
 )
 def test_a_convolution_names_what_does_not_fit(change, message):
@@ -328,7 +329,7 @@ def test_a_convolution_names_what_does_not_fit(change, message):
     plan = mamba.plan(Batch.from_lens([3], [3]), [[2]])
     given = {"x": tokens.x, "weight": tokens.weight, "bias": tokens.bias, "pool": torch.zeros(4, 3, 56), **change}
     with pytest.raises(ValueError, match=message):
-        mamba.conv(given["x"], given["pool"], plan, given["weight"], given["bias"])
+        mamba.conv(given["x"], given["pool"], plan, given["weight"], given["bias"], out=given.get("out"))
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,7 @@ def test_a_convolution_names_what_does_not_fit(change, message):
         ({"pool": torch.zeros(4, 4, 6, 8, dtype=torch.float16)}, "the scan's pool is float16; the layer says float32"),
         ({"tensors": SsmTensors(torch.zeros(4, 8))}, r"tensors.a has shape \[4, 8\]; it must be \[4\]"),
         ({"tensors": SsmTensors(torch.zeros(4), torch.zeros(3))}, r"tensors.d has shape \[3\]"),
+        ({"out": torch.zeros(4, 6).expand(3, 4, 6)}, r"out has strides \[0, 6, 1\]; its rows share memory"),
     ],
 )
 def test_a_scan_names_what_does_not_fit(change, message):
@@ -352,7 +354,7 @@ def test_a_scan_names_what_does_not_fit(change, message):
     z = given.pop("z")
     x, dt, b, c, pool, tensors = (given[name] for name in ("x", "dt", "b", "c", "pool", "tensors"))
     with pytest.raises(ValueError, match=message):
-        mamba.run(x, dt, b, c, pool, plan, tensors, z=z)
+        mamba.run(x, dt, b, c, pool, plan, tensors, z=z, out=given.get("out"))
 
 
 def test_what_a_mamba_was_not_made_for_is_refused():

@@ -184,6 +184,14 @@ class Hand:
             if process is not None:
                 process.close()
 
+    def started(self) -> tuple[Process | None, str, Any]:
+        """A process, and what it says first."""
+        try:
+            process = Process(self.arguments, self.stop)
+        except OSError as error:
+            return None, "ended", f"no process can be started: {error}"
+        return process, *process.next(START)
+
     def one(self, process: Process | None, work: Work, number: int) -> Process | None:
         """Ask for one cell; the process for the next one, None where there is none."""
         if self.stop.is_set():
@@ -194,9 +202,8 @@ class Hand:
         said: Any = None
         kind = "ready"
         if process is None:
-            process = Process(self.arguments, self.stop)
-            kind, said = process.next(START)
-        if kind == "ready":
+            process, kind, said = self.started()
+        if process is not None and kind == "ready":
             process.ask(work.kernel.name, number)
             kind, said = process.next(self.each)
         usable = False
@@ -210,5 +217,6 @@ class Hand:
             self.heard(work.kernel, work.cells[number])
         if usable:
             return process
-        process.close()
+        if process is not None:
+            process.close()
         return None
