@@ -135,7 +135,7 @@ def test_the_time_of_an_adapter_is_measured_without_its_vendor(monkeypatch, caps
     monkeypatch.setattr(adapters, "detect", lambda: portable.detect("cpu"))
     before = dict(sys.modules)
     try:
-        adapters.main(["flash_attn_3.varlen", "flash_attn.kvcache", "torch.flash"])
+        list(adapters.added(["flash_attn_3.varlen", "flash_attn.kvcache", "torch.flash"]))
     finally:
         for name in sys.modules.keys() - before.keys():
             if sys.modules[name].__spec__ is None:  # a stand-in, in which transformers would look for a version

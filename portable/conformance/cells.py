@@ -26,7 +26,7 @@ NUMBERS: Axes = {
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "heads": ((4, 2), (3, 3), (6, 2), (4, 1), (16, 2), (5, 1)),  # query heads, KV heads
 }
-DIMS: Axes = {"dims": ((64, 64), (16, 16), (128, 128), (80, 80), (192, 128), (64, 128), (9, 5), (256, 256))}
+DIMS: Axes = {"dims": ((64, 64), (16, 16), (128, 128), (80, 80), (192, 128), (32, 128), (9, 5), (256, 256))}
 LATENT: Axes = {"ranks": ((16, 16), (64, 16), (24, 8)), "latent_heads": (4, 1, 16, 6)}  # rank, rope
 CACHE: Axes = {
     "page_size": (16, 1, 3, 64, 256),

@@ -115,7 +115,7 @@ def check_run(kernel: Kernel, case: Case, device: str) -> None:
         raise Departure(departure.args[0], *kinds) from None
     require(out[tokens:].isnan().all(), "tokens behind the last row were written", "padding written")
     guard("out")
-    # as bytes: CUDA's deterministic writes by index give a NaN other bits
+    # as bytes: a GPU's deterministic writes by index give a NaN other bits
     pool.view(torch.uint8)[stored] = old.view(torch.uint8)[stored]
     now = pool.as_strided((len(pool), pool.stride(0)), (pool.stride(0), 1))
     same_bytes = torch.equal(now.view(torch.uint8), blank.view(torch.uint8))
