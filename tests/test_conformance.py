@@ -31,7 +31,7 @@ from portable.conformance.command import conform
 from portable.conformance.features import QUICK
 from portable.conformance.page import page
 from portable.kernel import Kernel, Op
-from portable.platform.detect import detect
+from portable.platform.detect import describe, detect, vendors
 from portable.proof import committed
 
 ROOT = Path(__file__).parent.parent
@@ -237,6 +237,14 @@ def test_a_kernel_that_ends_its_process_or_hangs_fails_and_the_others_run(monkey
     found = conform([right], detect("cpu"), jobs=1, timeout=2, features=features[1:])
     assert [cell["status"] for cell in found["kernels"][0]["cells"]].count("failed") == 1
     assert {cell["status"] for cell in found["kernels"][0]["cells"]} <= {"failed", "not run", "parity"}
+
+
+@pytest.mark.parametrize("kernel", load_kernels(), ids=lambda kernel: kernel.name)
+def test_every_kernel_serves_a_case_of_the_report_on_a_device_of_its_own(kernel):
+    """A kernel of few shapes, such as values much wider than keys, would fail as one that serves nothing."""
+    every = (describe(arch) for vendor in vendors().values() for arch in vendor.ARCHS)
+    target = next(target for target in every if not kernel.why_not_on(target))
+    assert not next(features.probes(kernel, target)).fault
 
 
 def test_cells_for_which_no_process_starts_fail_and_say_so(monkeypatch):
