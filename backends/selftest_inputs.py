@@ -73,20 +73,24 @@ def inputs_of(
     queries, keys = (np.array([pair[i] for pair in lens], dtype=np.int32) for i in range(2))
     q, rows, tensors, k, v = drawn(lens, layer)
     table = None
-    if page_size is None:
-        rows = KV(rows.k.clone(), None if rows.v is None else rows.v.clone())
-    else:
-        rows, table = into_pages(rows, lens, layer, page_size)
-    table = None if table is None else table.to(device)
+    if page_size is not None:
+        rows, table = _paged(lens, layer, page_size)
+        table = table.clone().to(device)
     return Inputs(
         q.clone().to(device),
-        on(device, rows),
+        on(device, KV(rows.k.clone(), None if rows.v is None else rows.v.clone())),
         segment_of(kernel, layer, queries, keys, table, page_size, causal, device),
         LayerTensors(*(x if x is None else x.clone().to(device) for x in tensors)),
         q,
         k,
         v,
     )
+
+
+@lru_cache(maxsize=64)
+def _paged(lens: Lens, layer: Layer, page_size: int) -> tuple[KV, torch.Tensor]:
+    """The rows of a call in pages, on the CPU, which kernels ask for again and again."""
+    return into_pages(drawn(lens, layer).stored, lens, layer, page_size)
 
 
 def on(device: str, kv: KV) -> KV:
