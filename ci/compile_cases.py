@@ -190,10 +190,13 @@ def hopper_chunk_kernel() -> Kernel:
 HOPPER = ("sm90",) if prefill_hopper.KERNELS else ()  # a Triton without Gluon has none
 
 FEW = ("sm80", "sm90", "sm100")
+RARE = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm90")  # for layers that few models have
 D128: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 D64: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "sinks": True}
 D192: dict[str, Any] = {"num_heads": 16, "head_dim": 192, "v_head_dim": 128}
 D256: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 256, "softcap": 50.0}
+WIDE: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 192}
+EVERY: dict[str, Any] = {"alibi": True, "softcap": 30.0, "sinks": True, "window": 128}
 CASES: dict[str, Case] = {
     "decode d128": attention(paged_kernel, 1, 8192, 16, **D128),
     "decode d128 fp8": attention(paged_kernel, 1, 8192, 64, **D128, kv_dtype="fp8"),
@@ -203,6 +206,9 @@ CASES: dict[str, Case] = {
     "verify 8 d256 8 heads a KV head": attention(paged_kernel, 8, 8192, 16, num_heads=32, num_kv_heads=4, head_dim=256),
     "decode d64": attention(paged_kernel, 1, 8192, 16, **(D64 | {"sinks": False})),
     "decode d80": attention(paged_kernel, 1, 8192, 16, num_heads=32, num_kv_heads=8, head_dim=80),
+    # rows that 8 divides and 16 does not; pages that are no power of two
+    "decode d72": attention(paged_kernel, 1, 8192, 7, archs=RARE, num_heads=16, num_kv_heads=4, head_dim=72),
+    "decode d120": attention(paged_kernel, 1, 8192, 16, archs=RARE, num_heads=16, num_kv_heads=4, head_dim=120),
     # few requests have another tile than many
     "decode d128 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **D128),
     "decode d64 1 request": attention(paged_kernel, 1, 8192, 16, requests=1, archs=FEW, **(D64 | {"sinks": False})),
@@ -213,6 +219,15 @@ CASES: dict[str, Case] = {
     "prefill 192/128": attention(prefill_kernel, 4096, 4096, None, **D192),
     "prefill 192/128 float32": attention(prefill_kernel, 4096, 4096, None, **D192, dtype=torch.float32),
     "prefill d256 softcap": attention(prefill_kernel, 4096, 4096, None, **D256),
+    "prefill d120": attention(prefill_kernel, 4096, 4096, None, archs=RARE, num_heads=16, num_kv_heads=4, head_dim=120),
+    "prefill d192": attention(prefill_kernel, 4096, 4096, None, archs=RARE, **WIDE),
+    "prefill d192 every feature": attention(prefill_kernel, 4096, 4096, None, archs=RARE, **WIDE, **EVERY, lse=True),
+    "prefill 192/128 every feature": attention(prefill_kernel, 4096, 4096, None, archs=RARE, **D192, **EVERY, lse=True),
+    "chunk d256 every feature": attention(chunk_kernel, 2048, 8192, 16, archs=RARE, **(D256 | EVERY)),
+    "chunk d192 fp8 alibi": attention(chunk_kernel, 2048, 8192, 16, archs=RARE, **WIDE, alibi=True, kv_dtype="fp8"),
+    "chunk d80 fp8": attention(
+        chunk_kernel, 2048, 8192, 64, archs=RARE, num_heads=16, num_kv_heads=4, head_dim=80, kv_dtype="fp8"
+    ),
     "chunk d128": attention(chunk_kernel, 2048, 8192, 16, **D128),
     "chunk d128 fp8": attention(chunk_kernel, 2048, 8192, 64, **D128, kv_dtype="fp8"),
     "hopper prefill d128": attention(hopper_kernel, 4096, 4096, None, archs=HOPPER, **D128, lse=True),

@@ -184,5 +184,9 @@ def test_staged_files_lose_what_only_amd_takes(tmp_path):
     assert written == 'return {\n    "TILE_SIZE": 64,\n    "num_stages": 1,\n}\n'
     library = tmp_path / "site" / stage.FA3
     assert (tmp_path / "fa3.so.xz").exists() and not library.exists()
-    library.parent.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="is no folder that python"):
+        stage.unpacked(tmp_path)
+    (tmp_path / "manifest.json").touch()
     assert stage.unpacked(tmp_path) == tmp_path / "site" and library.read_bytes() == b"library"
+    stage.put(tmp_path, tmp_path / "site", stage.FA3, b"another")
+    assert stage.unpacked(tmp_path) == tmp_path / "site" and library.read_bytes() == b"another"

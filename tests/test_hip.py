@@ -254,7 +254,9 @@ def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used
     def prepare(kv: KV, k: Any, v: Any, segment: Segment, layer: Layer, tensors: LayerTensors) -> Any:
         made.append(kv)
         scales = cache._scale_facts(kv, tensors, layer)
-        return cache._Prepared(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
+        return cache._Prepared(
+            lambda *_: None, 1, ref(kv.k), cache._nothing if kv.v is None else ref(kv.v), 0, scales, layer
+        )
 
     monkeypatch.setattr(cache, "_prepare_gather", prepare)
     monkeypatch.setattr(cache, "_gathers", launch.Launches())
@@ -267,12 +269,15 @@ def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used
         part = segment(kernel, [(1, each) for each in lens], layer, table, 4)
         before = len(made)
         out = cache.gather(kv, part, layer, LayerTensors(v_scale=scale, **tensors))
-        assert out.k.shape == out.v.shape == (sum(lens), 2, 8)
+        assert out.k.shape == (sum(lens), 2, 8) and (out.v is None if kv.v is None else out.v.shape == out.k.shape)
         return len(made) > before
 
     assert new(kv) and not new(kv) and not new(kv, lens=(1, 2))
     assert new(kv, lens=(1, 2, 3)) and new(kv, width=3) and new(kv, k_scale=torch.ones(2))
     assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v))
+    pages = kv.k.clone()
+    assert new(KV(pages, pages.clone()))  # whose V is gone now
+    assert new(KV(pages, None))
 
 
 def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import portable
 from portable.backends.reference import visible
 from portable.backends.triton import prefill
-from portable.backends.triton.prefill_tiles import TILES, longest_first, pieces, plan, tile_of, value_pieces
+from portable.backends.triton.prefill_tiles import TILES, longest_first, pieces, plan, tile_of
 
 UNPREPARED = replace(prefill.KERNELS[0], prepare=None)
 ARCHS = sorted(TILES)
@@ -72,18 +72,6 @@ def test_float32_of_two_widths_spills_nothing(arch, width, v_width, monkeypatch)
     sizes = {"num_heads": 8, "head_dim": width, "v_head_dim": v_width, "dtype": torch.float32}
     ((_, made),) = compiled(attention(prefill_kernel, 512, 512, None, **sizes), arch)
     assert faults(facts(made, arch), arch, products=True) == []
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_on_hopper_values_that_are_converted_are_in_one_product(kv_dtype):
-    """ptxas 12.8 loses the second: tests of the contract on the device, in cells of a float16 layer, show it."""
-
-    def split(arch: str, **facts) -> tuple[int, int]:
-        layer = Layer.gqa(num_heads=8, num_kv_heads=2, head_dim=80, dtype=torch.float16, **facts)
-        return value_pieces(portable.describe(arch), layer)
-
-    assert split("sm90", kv_dtype=kv_dtype) == (128, 0)
-    assert split("sm90") == split("gfx942", kv_dtype=kv_dtype) == (64, 16)
 
 
 def test_a_batch_invariant_layer_has_one_tile_for_all_lengths():

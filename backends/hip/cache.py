@@ -155,7 +155,7 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
         return KV(k, v)
     table = segment.block_table
     assert table is not None
-    key = id(layer), id(kv.k), table.stride(0), len(segment.host_seq_lens)
+    key = id(layer), id(kv.k), kv.v is None, table.stride(0), len(segment.host_seq_lens)
     known = _gathers.known.get(key)
     if known is None or not known.serves(kv, tensors, layer):
         known = _prepare_gather(kv, k, v, segment, layer, tensors)

@@ -22,6 +22,7 @@ from portable.backends.triton.paged_load import even
 from portable.backends.triton.paged_result import LOG2E, combine_kernel
 from portable.backends.triton.paged_tiles import Tile, rows_of, tile_of
 from portable.backends.triton.schedule import OPEN, Schedule, schedule
+from portable.backends.triton.strides import common_step
 from portable.backends.triton.xcd import room, run_of
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
@@ -102,7 +103,13 @@ def attend(
     k_strides, v_strides = k.stride(), v.stride()
     page_size = k.shape[1]
     wide = max(k_strides[1], v_strides[1]) * page_size >= 1 << 31
-    key = (wide, pairs, k_scale is not None and k_scale.numel() > 1, v_scale is not None and v_scale.numel() > 1)
+    out_token, out_head, _ = out.stride()
+    strides = *q.stride()[:2], *k_strides[:3], *v_strides[:3], out_token, out_head
+    step = 1
+    if (layer.qk_head_dim | layer.v_head_dim) % (32 if pairs else 16):
+        step = common_step(*strides)
+        strides = tuple(stride // step for stride in strides)
+    key = (step, wide, pairs, k_scale is not None and k_scale.numel() > 1, v_scale is not None and v_scale.numel() > 1)
     found = made.kernels.get(key)
     if found is None:
         found = made.kernels[key] = _kernels(target_of(q), layer, segment, *key)
@@ -113,7 +120,6 @@ def attend(
         softcap, factor = softcap * LOG2E.value, 2 * factor / softcap
     left, right = layer.window
     causal = segment.causal
-    out_token, out_head, _ = out.stride()
     lse_head, lse_token = (0, 0) if lse is None else lse.stride()
     num_items = len(work.items)
     if not num_items:
@@ -139,11 +145,7 @@ def attend(
         softcap,
         OPEN if left is None else min(left, OPEN),
         0 if causal is True else OPEN if right is None else min(right, OPEN),
-        *q.stride()[:2],
-        *k_strides[:3],
-        *v_strides[:3],
-        out_token,
-        out_head,
+        *strides,
         lse_head,
         lse_token,
         table.stride(0),
@@ -182,7 +184,14 @@ def launch_options(target: Target) -> dict[str, bool]:
 
 
 def _kernels(
-    target: Target, layer: Layer, segment: Segment, wide: bool, pairs: bool, k_per_head: bool, v_per_head: bool
+    target: Target,
+    layer: Layer,
+    segment: Segment,
+    step: int,
+    wide: bool,
+    pairs: bool,
+    k_per_head: bool,
+    v_per_head: bool,
 ) -> tuple[Bound, Bound]:
     """Both kernels with everything that is constant for the layers of a step."""
     made: Prepared = segment.prepared
@@ -210,6 +219,7 @@ def _kernels(
         "PAD_K": triton.next_power_of_2(layer.qk_head_dim),
         **fp8_options(target, layer),
         "PAIRS": pairs,
+        "STEP": step,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         **tile.options,

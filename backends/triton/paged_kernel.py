@@ -12,6 +12,7 @@ import triton.language as tl
 
 from portable.backends.triton.paged_load import half, known, load_pages, load_rows, number
 from portable.backends.triton.paged_result import LOG2E, finish, leave
+from portable.backends.triton.strides import times
 from portable.backends.triton.xcd import xcd_order
 
 
@@ -152,6 +153,7 @@ def attend_kernel(
     NATIVE: tl.constexpr,  # the type with which Triton reads FP8, where the device has it
     PAIRS: tl.constexpr,  # two bytes of fp8 are read as 16 bits, and even and odd columns multiplied apart
     PDL: tl.constexpr,  # programmatic dependent launch: start while the kernel before is running, and wait for its end
+    STEP: tl.constexpr,  # strides came divided by it
 ):
     PACK: tl.constexpr = 2 if PAIRS else 1
     kv_head, item = xcd_order(tl.program_id(0), KV_HEADS, XCDS, RUN)
@@ -170,6 +172,18 @@ def attend_kernel(
     if (item >= there) | (num_queries == 0):
         return
 
+    if STEP > 1:
+        q_token, q_head = times(q_token, STEP), times(q_head, STEP)
+        out_token, out_head = times(out_token, STEP), times(out_head, STEP)
+        k_page, k_head, v_page, v_head = (
+            times(k_page, STEP),
+            times(k_head, STEP),
+            times(v_page, STEP),
+            times(v_head, STEP),
+        )
+        # within a page they need 64 bits only where WIDE says so
+        k_row = times(k_row, STEP) if WIDE else k_row * STEP
+        v_row = times(v_row, STEP) if WIDE else v_row * STEP
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token, head = row // GROUP, row % GROUP + kv_head * GROUP
     live = token < num_queries

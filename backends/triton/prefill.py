@@ -14,15 +14,8 @@ from portable.backends.triton.archs import on_gpus
 from portable.backends.triton.fp8 import FLAVOURS
 from portable.backends.triton.launch import launch, target_of
 from portable.backends.triton.prefill_kernel import FAR, LOG2E, attention
-from portable.backends.triton.prefill_tiles import (
-    NO_BF16_CONVERSION,
-    OPEN,
-    VECTOR_PAGES,
-    Work,
-    pieces,
-    plan,
-    value_pieces,
-)
+from portable.backends.triton.prefill_tiles import NO_BF16_CONVERSION, OPEN, VECTOR_PAGES, Work, pieces, plan
+from portable.backends.triton.strides import common_step
 from portable.backends.triton.xcd import room
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
@@ -72,14 +65,17 @@ def attend(
     scale, softcap = layer.scale * LOG2E.value, 0.0
     if layer.softcap is not None:
         scale, softcap = 2 * scale / layer.softcap, layer.softcap * LOG2E.value
+    near = max(k_token, v_token) < FAR.value
+    strides = *q.stride()[:2], k_page, k_token, k_head, v_page, v_token, v_head, *out.stride()[:2]
+    step = common_step(*strides) if (layer.qk_head_dim | layer.v_head_dim) % 16 else 1
     qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece)
-    v_main, v_tail = value_pieces(target, layer, tile.piece)
+    v_main, v_tail = pieces(layer.v_head_dim, tile.piece)
     launch(
         attention,
         (room(work.tiles, target.xcds) * layer.num_kv_heads,),
         q, k, v, out, lse, work.order, segment.cu_seqlens_q, segment.seq_lens, work.key_starts, segment.block_table,
         causal, tensors.sinks if layer.sinks else None, tensors.alibi if layer.alibi else None, k_scale, v_scale,
-        q.stride(0), q.stride(1), k_page, k_token, k_head, v_page, v_token, v_head, out.stride(0), out.stride(1),
+        *(strides if step == 1 else [stride // step for stride in strides]),
         0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
         segment.block_table.stride(0) if segment.block_table is not None else 0,
         len(segment.seq_lens), work.tiles, left, 0 if segment.causal is True else right, scale, softcap,
@@ -88,7 +84,7 @@ def attend(
         QK_MAIN=qk_main, QK_TAIL=qk_tail, QK_WIDTH=layer.qk_head_dim,
         V_MAIN=v_main, V_TAIL=v_tail, V_WIDTH=layer.v_head_dim,
         LEFT=layer.window[0] is not None, SOFTCAP=layer.softcap is not None,
-        SCALE_HEADS=per_head, NEAR=max(k_token, v_token) < FAR.value,
+        SCALE_HEADS=per_head, NEAR=near, STEP=step,
         HALF_UP=layer.dtype is torch.bfloat16 and target.arch in NO_BF16_CONVERSION,
         SCALAR_PAGE=target.arch not in VECTOR_PAGES, EDGE_STAGES=tile.edge_stages, XCDS=target.xcds,
         num_warps=tile.warps, num_stages=tile.stages, **tile.options,
@@ -110,7 +106,7 @@ KERNELS = (
             op=Op.PAGED,
             name="triton.prefill_paged",
             query_lens=Sizes(least=16),
-            kv_dtypes=frozenset(FLAVOURS) | {torch.float32, torch.float16, torch.bfloat16},
+            kv_dtypes=frozenset(FLAVOURS),
             page_sizes=Sizes(most=256),
             **_SHARED,
         ),

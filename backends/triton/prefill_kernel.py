@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from portable.backends.triton.fp8 import decode
+from portable.backends.triton.strides import times
 from portable.backends.triton.xcd import xcd_order
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -157,7 +158,7 @@ def attention(
     FP8: tl.constexpr, NATIVE: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr, QK_WIDTH: tl.constexpr,
     V_MAIN: tl.constexpr, V_TAIL: tl.constexpr, V_WIDTH: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALE_HEADS: tl.constexpr, NEAR: tl.constexpr, HALF_UP: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    SCALAR_PAGE: tl.constexpr, XCDS: tl.constexpr,
+    SCALAR_PAGE: tl.constexpr, XCDS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one KV head; `work` [tiles, 2] holds (request, tile of the request), heavy ones first, or None."""
     kv_head, tile = xcd_order(tl.program_id(0), KV_HEADS, XCDS, 1)
@@ -174,13 +175,18 @@ def attention(
         if part < 0:
             return
     seq_len = tl.load(seq_lens + request)
+    q_token, q_head, out_token, out_head = (
+        times(q_token, STEP), times(q_head, STEP), times(out_token, STEP), times(out_head, STEP),
+    )  # fmt: skip
+    k_page, k_head, v_page, v_head = times(k_page, STEP), times(k_head, STEP), times(v_page, STEP), times(v_head, STEP)
     if NEAR:
+        k_token, v_token = k_token * STEP, v_token * STEP
         tl.assume(k_token >= 0)
         tl.assume(k_token < FAR)
         tl.assume(v_token >= 0)
         tl.assume(v_token < FAR)
     else:
-        k_token, v_token = tl.cast(k_token, tl.int64), tl.cast(v_token, tl.int64)
+        k_token, v_token = tl.cast(k_token, tl.int64) * STEP, tl.cast(v_token, tl.int64) * STEP
 
     rows = part * BLOCK_M + tl.arange(0, BLOCK_M)
     token, head = rows // GROUP, kv_head * GROUP + rows % GROUP

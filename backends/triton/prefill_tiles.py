@@ -56,18 +56,6 @@ def pieces(width: int, most: int = 256) -> tuple[int, int]:
     return (main // 2, main // 2) if main > most and not tail else (main, tail)
 
 
-def value_pieces(target: Target, layer: Layer, most: int = 256) -> tuple[int, int]:
-    """`pieces` of V; one on an sm90 whose cache has another type than its queries.
-
-    There ptxas 12.8 (Triton 3.6) overwrites the descriptor of the second product's operand, which was converted, while
-    the product still reads it: columns 64 to 79 of a width of 80 were wrong by up to 2.4, and right where ptxas does
-    not optimise.
-    """
-    main, tail = pieces(layer.v_head_dim, most)
-    whole = target.arch == "sm90" and layer.kv_dtype != layer.dtype and tail
-    return (next_power_of_2(main + tail), 0) if whole else (main, tail)
-
-
 # Per architecture, by the columns of K and V that a tile computes with (both together), for 2-byte types.
 _CDNA = {"matrix_instr_nonkdim": 32, "waves_per_eu": 2}  # two waves a SIMD hide each other's waits: 256 registers each
 _WIDE = {"matrix_instr_nonkdim": 16, "waves_per_eu": 2}  # 16 rows a wave
@@ -112,8 +100,11 @@ FP8_WARPS = {"gfx90a": 8}
 
 def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
     """The tile for a layer, cut down to `rows`, the most (token, head) pairs that a request has per KV head."""
-    columns = sum(pieces(layer.qk_head_dim)) + sum(value_pieces(target, layer))
+    columns = sum(pieces(layer.qk_head_dim)) + sum(pieces(layer.v_head_dim))
     tile = next(tile for most, tile in TILES[target.arch].items() if columns <= most)
+    if tile.options and ((layer.v_head_dim > 128 and columns <= 384) or (layer.alibi and columns > 256)):
+        # by 32 rows a wave, d192 spilled 94 registers on a gfx950, 85 on a gfx942 with ALiBi; 2 with a copy in flight
+        tile = replace(tile, warps=8, stages=1, options=_WIDE)
     if target.vendor == "amd" and (layer.softcap is not None or layer.alibi or layer.window[0] is not None):
         tile = replace(tile, keys=32)  # they need registers, and short windows end in fewer masked keys
     if layer.kv_dtype.itemsize == 1:  # without the registers for a copy in flight: bytes become numbers in registers

@@ -158,9 +158,12 @@ def stage(folder: Path, wheels: Path | None = None) -> None:
 
 def unpacked(folder: Path) -> Path:
     """`site/` of a staged folder, with the libraries in their packages, unpacked once."""
+    if not (folder / "manifest.json").exists():
+        raise FileNotFoundError(f"{folder} is no folder that python ci/bench.py attention --stage filled")
     for file, name in LIBRARIES.items():
         library = folder / "site" / file
         if not library.exists() and (folder / name).exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
             part = library.with_suffix(".part")
             part.write_bytes(lzma.decompress((folder / name).read_bytes()))
             part.rename(library)
@@ -188,6 +191,7 @@ def put(folder: Path, site: Path, file: str, content: bytes) -> None:
     """A file of a wheel, where the run looks for it; a library is packed, 172 MB to 11 MB."""
     target = site / file
     if file in LIBRARIES:
+        target.unlink(missing_ok=True)  # of an earlier version
         target, content = folder / LIBRARIES[file], lzma.compress(content, preset=6)
     elif file.startswith(AITER):
         content = AMD_OPTION.sub("", content.decode()).encode()
@@ -196,4 +200,7 @@ def put(folder: Path, site: Path, file: str, content: bytes) -> None:
 
 
 if __name__ == "__main__":
-    print(unpacked(Path(sys.argv[1])))
+    try:
+        print(unpacked(Path(sys.argv[1])))
+    except OSError as error:
+        sys.exit(str(error))
