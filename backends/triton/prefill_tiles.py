@@ -110,6 +110,8 @@ def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
     if layer.kv_dtype.itemsize == 1:  # without the registers for a copy in flight: bytes become numbers in registers
         tile = replace(tile, keys=32, stages=1 if target.vendor == "amd" else 2)
         tile = replace(tile, warps=FP8_WARPS.get(target.arch, tile.warps))
+        if target.arch == "gfx90a" and layer.v_head_dim > 128:  # of 128 rows Triton 3.6 spilled 27 registers there
+            tile = replace(tile, rows=64)
     if layer.dtype.itemsize == 4:  # twice the registers and LDS
         tile = replace(tile, rows=min(tile.rows, 64), keys=32 if columns <= 256 else 16, warps=4, stages=1)
         if target.vendor != "amd":  # without matrix units: a product of float32 is made of multiply-adds there

@@ -93,6 +93,8 @@ AXES: Mapping[Op, Axes] = {
     },
     **recurrent.AXES,
 }
+# in place of the shapes of an operation, for kernels of some larger ones alone: vendors' MLA
+LARGE: Mapping[Op, Axes] = {Op.MLA_DECODE: {"ranks": ((512, 64),), "latent_heads": (16, 128)}}
 STEPS = (Op.REFRESH, Op.ADVANCE, Op.COLLECT)
 
 
@@ -267,7 +269,7 @@ def cases(kernel: Kernel, target: Target, most: int = 40) -> Iterator[Case]:
     axes = AXES[op]
     if op in ATTENTION:
         axes = {**axes, "lens": lens_for(kernel)}
-    cells = pairwise(axes, fits, most)
+    cells = pairwise(axes, fits, most) or pairwise({**axes, **LARGE.get(op, {})}, fits, most)
     yield from filter(None, (case_of(op, cell) for cell in cells))
     page_size = next((cell["page_size"] for cell in cells if "page_size" in cell), None) if op in PAGES else None
     for shape in kernel.caps.test_shapes:

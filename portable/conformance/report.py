@@ -32,7 +32,6 @@ from portable.proof import source_hash
 
 SCHEMA = 1
 STATUSES = (PARITY, REFUSED, FAILED, NOT_RUN, ABSENT)
-PACKAGES = ("triton", "numpy")
 
 
 def document(
@@ -101,7 +100,7 @@ def portable_version() -> str:
 
 def versions(target: Target) -> dict[str, str | None]:
     found = installed()
-    given = {name: found[name].version for name in PACKAGES if name in found}
+    given = {name: found[name].version for name in ("numpy", *found) if name in found and found[name].version}
     runtime = {} if target.runtime is None else {"built for": target.runtime}
     return {"python": platform.python_version(), "torch": torch.__version__, **given, **runtime}
 

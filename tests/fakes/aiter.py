@@ -171,6 +171,7 @@ class Aiter:
         ready(qo, kv, dtypes=(torch.int32,))
         assert kv_heads == 1 and granularity >= 16 and (last is None or page_size == 1)
         assert last is None or len(last) == len(kv) - 1
+        assert (qo.diff() == max_q).all() and uni in (-1, max_q), "queries a row, where all have as many"
         assert indptr.shape == (305,) and info.shape[1] == 8, "work_indptr and work_info_set changed places"
         meta.view(torch.int64).fill_(0)
         self.planned[meta.data_ptr()] = (qo.clone(), kv.clone(), heads)
