@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -47,4 +48,6 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Write the README's measurements from ci/results.")
+    parser.add_argument("--check", action="store_true", help="only say whether they are that already")
+    sys.exit(main(parser.parse_args().check))

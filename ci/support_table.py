@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterable
@@ -18,7 +19,10 @@ from portable.proof import committed  # noqa: E402
 from portable.sets import ANY, Sizes, listed  # noqa: E402
 
 RULES = read(ROOT / "ci" / "matrix.toml").rules
-COMPILED = ("gfx90a", "gfx1100", "gfx1201", "sm90")  # beside those that are emulated
+COMPILED = {  # beside those that are emulated
+    "triton": ("gfx90a", "gfx1100", "gfx1201", "sm80", "sm90", "sm100"),
+    "hip": ("gfx90a", "gfx1100", "gfx1201", "sm90"),
+}
 BLOCK = re.compile(r"(<!-- table: [^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -66,10 +70,10 @@ def proofs(kernel: Kernel) -> Iterable[str]:
     measured = list(dict.fromkeys(run["arch"] for run in runs if run["level"] == "measured"))
     if caps.vendors is ANY or "cpu" in caps.vendors:
         yield "CPU: measured in CI"
-    if caps.provider in ("triton", "hip"):  # tests/emulated/test_contract.py, ci/compile_matrix.py, tests/test_hip.py
+    if caps.provider in COMPILED:  # tests/emulated/test_contract.py, ci/compile_matrix.py, tests/test_hip.py
         if caps.emulated:
             yield "gfx942, gfx950: emulated in CI"
-        built = [arch for arch in COMPILED if arch in caps.archs and arch not in measured]
+        built = [arch for arch in COMPILED[caps.provider] if arch in caps.archs and arch not in measured]
         yield f"{', '.join(built)}: compiled in CI" if built else ""
     if any(rule.level == "fake" and any(fnmatchcase(kernel.name, each) for each in rule.kernels) for rule in RULES):
         yield "a stand-in in CI"
@@ -89,4 +93,6 @@ def main(check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description="Write the README's support table from what the kernels declare.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is that already")
+    sys.exit(main(parser.parse_args().check))

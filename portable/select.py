@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
@@ -233,8 +234,9 @@ def check_request(request: Request, kernels: Iterable[Kernel]) -> None:
     names = dict.fromkeys(kernel.name for kernel in every)
     for name in request.names:
         if name not in providers and name not in names:
-            known = f"providers: {', '.join(providers)}; kernels: {', '.join(names)}"
-            raise ValueError(f"{request.source} {name!r} is not known; {known}")
+            near = [each for each in names if each.startswith(f"{name}.")][:3] or get_close_matches(name, names)
+            like = f"; kernels like it: {', '.join(near)}" if near else ""
+            raise ValueError(f"{request.source} {name!r} is not known; providers: {', '.join(providers)}{like}")
     for op, name in request.ops:
         able = [kernel for kernel in every if kernel.caps.op is op]
         if not any(name in (kernel.name, kernel.caps.provider) for kernel in able):

@@ -228,7 +228,8 @@ def test_the_most_specific_request_wins() -> None:
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ("nosuch", r"backend 'nosuch' is not known; providers: reference, plain, fast; kernels: reference.paged, .*"),
+        ("nosuch", r"backend 'nosuch' is not known; providers: reference, plain, fast$"),
+        ("referense.paged", r"backend 'referense.paged' is not known; .*; kernels like it: reference.paged"),
         ("merge=nosuch", "backend 'nosuch' is not known"),
         ("merge=fast", "backend 'fast' has no kernel for merge; served by: plain"),
         ("attend=fast", "backend names the operation 'attend'; it must be one of prefill, paged, .*state_copy"),
