@@ -20,6 +20,17 @@ from portable.kernel import Kernel
 # Of these, no release can be had from the registry, or only one that is too large to fetch (FlashMLA's cannot even say
 # its version without a compiler): stand-ins have their signatures.
 ELSEWHERE = frozenset({"flash_attn_3", "flash_mla", "vllm"})
+# They are for releases that are in no registry yet; their signatures were read in the projects' repositories.
+LATER = frozenset(
+    {
+        "aiter.mla_decode",
+        "aiter.varlen",
+        "aiter.varlen_triton",
+        "flash_attn.aiter_kvcache",
+        "flash_attn.aiter_varlen",
+        "flash_attn.kvcache_eager",
+    }
+)
 
 
 def convention_of(kernel: Kernel) -> Convention | None:
@@ -101,10 +112,12 @@ def test_a_stand_in_has_the_signature_of_its_release(release: str, functions: li
 
 
 def test_every_adapter_is_for_a_release_that_is_checked_or_is_known_not_to_be() -> None:
-    for kernel, convention in adapted():
+    unchecked = set()
+    for kernel, _ in adapted():
         packages = {name.partition("[")[0] for name, _ in kernel.caps.requires}
-        known = {release.package for release in RELEASES} | ELSEWHERE | {"torch"}
-        assert packages & known, f"{kernel.name} calls {convention.module}, whose signatures nothing checks"
+        if not packages & ELSEWHERE and not is_torch(kernel) and not any(is_for(kernel, each) for each in RELEASES):
+            unchecked.add(kernel.name)
+    assert unchecked == LATER
 
 
 def test_torch_here_takes_what_it_is_given() -> None:
