@@ -234,7 +234,7 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
 
     def new(kv: KV, tensors: LayerTensors = LayerTensors(v_scale=scale)) -> bool:  # noqa: B008
         """Whether a write is prepared, after one to the first pages was."""
-        key = id(layer), id(kv.k), k.stride(), k.stride(), torch.int64
+        key = id(layer), id(kv.k), False, torch.int64
         cache._writes.keep(key, first)
         before = len(made)
         cache.write(k, k, kv, slots, layer, tensors)
