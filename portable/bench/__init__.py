@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable.files import write_whole
+
 if TYPE_CHECKING:
     from portable.platform.target import Target
 
@@ -142,10 +144,7 @@ def written(result: dict[str, Any]) -> str:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: a run that is ended meanwhile leaves the file as it was."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(written(result) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, written(result) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

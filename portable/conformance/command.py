@@ -20,6 +20,7 @@ from portable.conformance.cells import runs_on
 from portable.conformance.features import FULL, QUICK
 from portable.conformance.names import check_features, instead
 from portable.conformance.outcomes import FAILED, Outcome, rows
+from portable.files import write_whole
 from portable.kernel import ATTENTION, RECURRENT, Kernel
 from portable.packages import installed
 from portable.platform.detect import detect
@@ -92,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     def kept(document: dict[str, Any]) -> None:
         if file is not None:  # as it goes, so that a run that is cut short keeps what it has
-            new = file.with_name(f"{file.name}.new")
-            new.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            new.replace(file)
+            write_whole(file, json.dumps(document, indent=1) + "\n")
 
     found = conform(
         kernels,
