@@ -11,7 +11,7 @@ packages. `ci/prove.py` and the conformance kit run their contract.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib
 import json
 import statistics
 import time
@@ -59,24 +59,25 @@ def self_tests(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def widened(target: Target) -> dict[str, Any] | None:
     """The contract of aiter's Triton attention on a device that its package is not for; None where it is not there."""
-    kernel = next(kernel for kernel in load_kernels() if kernel.name == ELSEWHERE)
+    kernel, adapter = next(pair for pair in adapters.adapted() if pair[0].name == ELSEWHERE)
+    try:
+        importlib.import_module(adapter.convention.module)
+    except ImportError:
+        return None
     caps = replace(kernel.caps, vendors=frozenset({target.vendor}), archs=frozenset({target.arch}), requires=())
     kernel = replace(kernel, caps=caps)
-    with contextlib.suppress(ImportError):
-        __import__(kernel.run.__self__.convention.module)  # type: ignore[attr-defined]
-        passed, failed = 0, 0
-        for case in cells.cases(kernel, target):
-            try:
-                contract.check(kernel, case, target.device)
-                passed += 1
-            except Exception as error:
-                failed += 1
-                print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
-        problem = fault(kernel, target)
-        found = {"contract": {"cells": passed, "failures": failed}, "self_test": problem or "passed"}
-        print(f"{kernel.name:45} {found}", flush=True)
-        return found | {"source": source_hash(kernel)}
-    return None
+    passed, failed = 0, 0
+    for case in cells.cases(kernel, target):
+        try:
+            contract.check(kernel, case, target.device)
+            passed += 1
+        except Exception as error:
+            failed += 1
+            print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
+    problem = fault(kernel, target)
+    found = {"contract": {"cells": passed, "failures": failed}, "self_test": problem or "passed"}
+    print(f"{kernel.name:45} {found}", flush=True)
+    return found | {"source": source_hash(kernel)}
 
 
 def main() -> int:
