@@ -116,6 +116,8 @@ class BlockTable:
         if version < self._first:
             return None
         recent = self._log[version - self._first :]
+        if len(recent) == 1:
+            return recent[0]
         return np.concatenate(recent) if recent else np.zeros(0, np.int64)
 
     def _check_row(self, **rows: int) -> None:
@@ -129,6 +131,7 @@ class BlockTable:
         self._changed(row * self._table.shape[1] + places)
 
     def _changed(self, places: npt.NDArray[np.int64]) -> None:
+        places.flags.writeable = False  # `since` gives it away
         self._log.append(places)
         self._entries += places.size
         while self._entries > KEPT:

@@ -1,13 +1,14 @@
 """The padded steps of a plan slot over persistent tensors: one block of memory, and a view of it for each size.
 
-A plan writes lengths, slots and the entries of the block table that changed into one pinned block, and copies that. The
-entries reach the table by `place`, which is device work of the slot's own and is captured beside what kernels prepare.
+A plan writes lengths, slots and the entries of the block table that changed into one pinned block. Its copy to the
+device, and the kernel that puts the entries into the table, are captured for each size, and cost the host one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from portable.layer import UnsupportedError
 from portable.lengths import Int32
 from portable.mirror import NOTHING, Entries, Mirror, check_reach
 from portable.padding import write_cu
-from portable.platform.graphs import plain
+from portable.platform.graphs import captured, plain
 from portable.ragged import cdiv
 from portable.sizes import Size
 from portable.staging import Field, Staging
@@ -63,6 +64,7 @@ class Step:
     read: tuple[tuple[Int32, Int32], ...] = field(repr=False)  # of a derived step: rows of a table, and first columns
     bytes: torch.Tensor = field(repr=False)  # of the device, up to the table
     start: int
+    bring: list[Callable[[], None]] = field(repr=False, default_factory=list)  # of each turn: its block, and pages
 
     @property
     def padding(self) -> torch.Tensor:
@@ -228,27 +230,33 @@ class Persistent:
         on_device = self.staging.block[views.start : self._table_at]
         return Step(padded, size, there, (first, second), read, on_device, views.start)
 
-    def fill(self, step: Step, batch: Batch, pads: Pads, collect: Kernel | None) -> bool:
+    def fill(self, step: Step, batch: Batch, pads: Pads, place: Kernel, collect: Kernel | None) -> None:
         """Bring a step to the device: one copy from the host, and of what is on the device already, one launch there.
 
-        Whether there are entries to `place`.
+        Args:
+            place: puts entries into the table; used by the first step of a size, whose capture the others replay.
         """
         live, tokens, size = batch.num_reqs, batch.num_tokens, step.size
         here = near(batch)
-        check_reach(batch, size.ahead, self.width)
-        entries = self.mirror.changes(batch, size.ahead) if here else NOTHING
+        if here:
+            entries = self.mirror.changes(batch, size.ahead)
+        else:
+            check_reach(batch, size.ahead, self.width)
+            entries = NOTHING
         self.filling = True
         turn = self.staging.turn()
-        cu, seq_lens, slots, causal, padding, block = step.turns[turn]
+        cu, seq_lens, slots, causal, padding, _ = step.turns[turn]
         if not size.uniform:
             write_cu(batch, size, cu)
         seq_lens[:live] = batch.host_seq_lens[:live] if batch.exact or not here else batch.seq_lens[:live].numpy()
-        seq_lens[live:] = pads.seq_len
+        if live < size.rows:
+            seq_lens[live:] = pads.seq_len
         if size.ahead or pads.seq_len:
             padding[:tokens] = False
             padding[tokens:] = True
         if batch.slot_mapping is not None:
-            slots[tokens:] = pads.slot
+            if tokens < size.padded_tokens:
+                slots[tokens:] = pads.slot
             if here:
                 slots[:tokens] = batch.slot_mapping.numpy()[:tokens]
         if isinstance(batch.causal, torch.Tensor):
@@ -260,18 +268,31 @@ class Persistent:
             view = None if batch.view is None or batch.view.picked else batch.view
             rows[:live], first[:live] = (np.arange(live), 0) if view is None else (view.rows, view.first_page)
             rows[live:] = NONE
-        if self._enter(entries, turn):
-            self.staging.copy(step.bytes, block)
+        few = self._enter(entries, turn)
+        if few and step.bring:
+            step.bring[turn]()
+            self.staging.sent()
         else:
-            self.staging.send(step.start, self._table_at + self._whole(turn))
+            self.staging.send(step.start, self._table_at + (0 if few else self._whole(turn)))
+        if not step.bring:
+            self._capture(step, place)
         if not here:
             assert collect is not None
             self._collect(step, batch, collect)
-        return self._count[turn] > 0
 
-    def place(self, refresh: Kernel) -> None:
-        """Put the entries that came with a step into the table; on the device."""
-        refresh.run(*self._changed.there.values(), self._table.view(-1))
+    def _capture(self, step: Step, place: Kernel) -> None:
+        """What brings later steps of a size; of this one, whose block is there, the pages alone."""
+        self._place(place)
+        work = [partial(self._bring, step.bytes, turn.bytes, place) for turn in step.turns]
+        step.bring[:] = [captured(each, self.device) for each in work]
+
+    def _bring(self, to: torch.Tensor, come: torch.Tensor, place: Kernel) -> None:
+        self.staging.copy(to, come)
+        self._place(place)
+
+    def _place(self, place: Kernel) -> None:
+        """Entries that came with a step into the table; on the device."""
+        place.run(*self._changed.there.values(), self._table.view(-1))
 
     def _enter(self, entries: Entries | None, turn: int) -> bool:
         """Write entries to the block of the host; False where they are too many, and the whole table is due."""

@@ -1,7 +1,7 @@
-"""What a plan of a padded step repeats on the device: new pages into the table, and all that the kernels prepare.
+"""What a plan of a padded step repeats on the device: its block and new pages, and all that the kernels prepare.
 
-Both are captured once for each size of a slot. A plan is then one copy from the host and one launch, and what a graph
-of the caller reads, of kernels' preparations too, lies where it lay.
+Both are captured once for each size of a slot. A plan is then a launch of each, and what a graph of the caller reads,
+of kernels' preparations too, lies where it lay.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Work:
 
     step: Step
     write: Kernel | None
+    place: Kernel
     pads: Pads
     ways: dict[bool, Segment] = field(default_factory=dict)
-    again: list[Callable[[], None]] = field(default_factory=list)
+    again: list[Callable[[], None]] = field(default_factory=list)  # of each kernel that prepares
     baked: Mapping[str, int] = field(default_factory=dict)
     facts: tuple[Any, ...] = ()  # what checks look at
-    prepares: bool = True  # whether a kernel has something to prepare
     segments: Any = None  # as a plan holds them
     kept: list[Any] = field(default_factory=list)
 
@@ -64,9 +64,9 @@ class Refresh:
             self.memory.mirror.forget(0)
         work = self._works.get(step)
         if work is not None:
-            if self.memory.fill(step, batch, work.pads, self._collect(batch)) or work.prepares:
-                for again in work.again:
-                    again()
+            self.memory.fill(step, batch, work.pads, work.place, self._collect(batch))
+            for again in work.again:
+                again()
         else:
             work = self._works[step] = self._made(step, batch)
         self._now, self._advanced, self.memory.filling = work, 0, False
@@ -130,10 +130,7 @@ class Refresh:
                 segment = first
             else:
                 self._agreed(work, segment)
-                made, again = repeatable(lambda: prepare(segment, self.layer), self.memory.device)
-                segment = replace(segment, prepared=made)
-                work.again.append(again)
-                work.prepares = True
+                segment = self._prepared(work, segment)
             work.ways[lse] = segment
             if self._grown:
                 self._grown[lse] = self._grown[not lse] if segment is first else segment
@@ -155,18 +152,19 @@ class Refresh:
             write = self.choose(Op.CACHE_WRITE, Needs(page_size=batch.page_size, graph=step.size.level))
         segment = self._segment(step, False)
         pads = Pads(segment.kernel.caps.padded_seq_len, -1 if write is None else write.caps.pad_slot)
-        self.memory.fill(step, batch, pads, self._collect(batch))
-
         place = self.choose(Op.REFRESH, Needs(graph=step.size.level))
+        self.memory.fill(step, batch, pads, place, self._collect(batch))
+        work = Work(step, write, place, pads, baked=step.baked, facts=step_facts(step.batch))
+        work.ways[False] = self._prepared(work, segment)
+        return work
 
-        def work() -> Any:
-            self.memory.place(place)
-            return prepare(segment, self.layer)
-
-        made, again = repeatable(work, self.memory.device)
-        way = replace(segment, prepared=made)
-        prepares = segment.kernel.prepare is not None
-        return Work(step, write, pads, {False: way}, [again], step.baked, step_facts(step.batch), prepares)
+    def _prepared(self, work: Work, segment: Segment) -> Segment:
+        """A segment with what its kernel prepares, which each plan prepares again."""
+        if segment.kernel.prepare is None:
+            return segment
+        made, again = repeatable(lambda: prepare(segment, self.layer), self.memory.device)
+        work.again.append(again)
+        return replace(segment, prepared=made)
 
     def _collect(self, batch: Batch) -> Kernel | None:
         return None if near(batch) else self.choose(Op.COLLECT, Needs())

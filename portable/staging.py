@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 
-from portable.platform.graphs import plain
+from portable.platform.graphs import current_stream, plain
 from portable.upload import ALIGNMENT
 
 
@@ -63,7 +63,7 @@ class Staging:
             self._hosts = tuple(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=far) for _ in range(2))
         module: Any = torch.get_device_module(device) if far else None
         self._events = tuple(module.Event() for _ in range(2)) if far else None
-        self._stream = module.current_stream if far else None
+        self._stream = current_stream(self.block.device) if far else None
         self._turn = 0
 
     @plain()
@@ -99,12 +99,16 @@ class Staging:
     def send(self, start: int, end: int) -> None:
         """Copy a range of the block of this turn to the device, on its current stream."""
         self.copy(self.block[start:end], self._hosts[self._turn][start:end])
+        self.sent()
 
     def copy(self, to: torch.Tensor, come: torch.Tensor) -> None:
-        """The same with both ranges at hand, of the device's block and of this turn's."""
+        """The copy alone, of ranges at hand: what may be captured. `sent` is due behind it, and behind each replay."""
         to.copy_(come, non_blocking=True)
+
+    def sent(self) -> None:
+        """The block of this turn is on its way, on the device's current stream."""
         if self._events is not None and self._stream is not None:
-            self._events[self._turn].record(self._stream(self.block.device))
+            self._events[self._turn].record(self._stream())
 
     @property
     def nbytes(self) -> int:

@@ -15,9 +15,9 @@ from portable import attention, refresh, slot
 from portable.backends import reference, reference_mamba, reference_steps
 from portable.kernel import Op
 from portable.layer import Layer
+from portable.persistent import Persistent
 from portable.platform import graphs as captures
 from portable.sizes import Size
-from portable.staging import Staging
 
 MOST, REQS = 96, 4
 LIMITS = {"max_reqs": REQS, "max_tokens": 64, "max_seq_len": MOST}
@@ -158,16 +158,12 @@ def test_metadata_in_new_memory_at_each_step_is_noticed(kernels, monkeypatch):
 
 
 def test_lengths_and_slots_that_are_not_refreshed_are_noticed(kernels, monkeypatch):
-    def change(stack):
-        stack.run(12)
-        monkeypatch.setattr(Staging, "copy", lambda self, to, come: None)
-
-    fails("full", change=change)
+    monkeypatch.setattr(Persistent, "_bring", lambda self, to, come, place: self._place(place))
+    fails("full")
 
 
 def test_pages_that_are_not_refreshed_are_noticed(kernels, monkeypatch):
-    repeatable = captures.repeatable
-    monkeypatch.setattr(refresh, "repeatable", lambda *of: (repeatable(*of)[0], lambda: None))
+    monkeypatch.setattr(Persistent, "_bring", lambda self, to, come, place: self.staging.copy(to, come))
     fails("full")
 
 
