@@ -16,8 +16,10 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
+import contract_cells  # noqa: E402
+
 from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
-from portable.conformance import cells, contract  # noqa: E402
+from portable.conformance import cells  # noqa: E402
 
 
 def main(most: int, names: tuple[str, ...]) -> int:
@@ -26,21 +28,15 @@ def main(most: int, names: tuple[str, ...]) -> int:
     if not kernels:
         print(f"no kernel of this machine begins with {' or '.join(names)}: {target}", file=sys.stderr)
         return 2
-    failed = 0
+    failures = 0
     for kernel in kernels:
-        ran = 0
-        for case in cells.cases(kernel, target, most):
-            try:
-                contract.check(kernel, case, target.device)
-            except Exception as error:
-                failed += 1
-                print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
-            ran += 1
+        passed, failed = contract_cells.run(kernel, cells.cases(kernel, target, most), target.device)
+        failures += failed
         if target.device != "cpu":
             torch.accelerator.synchronize()
-        print(f"{kernel.name}: {ran} cells", flush=True)
-    print(f"{len(kernels)} kernels, {failed} failures")
-    return int(failed > 0)
+        print(f"{kernel.name}: {passed + failed} cells", flush=True)
+    print(f"{len(kernels)} kernels, {failures} failures")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ ROOT = Path(__file__).parent.parent
 SHARDS = 4  # processes that share the cells of one kernel
 sys.path[:0] = [str(ROOT)]
 
+import contract_cells  # noqa: E402
+
 from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
 from portable.attention import load_kernels  # noqa: E402
-from portable.conformance import cells, contract, report  # noqa: E402
+from portable.conformance import cells, report  # noqa: E402
 from portable.proof import source_hash  # noqa: E402
 
 
@@ -29,14 +31,8 @@ def prove(name: str, at: int = 0, step: int = 1) -> tuple[str, int, int, float]:
     """(the kernel's name, cells that passed, that failed, seconds): its cells from `at` on, every `step`th."""
     target = detect()
     kernel = next(kernel for kernel in load_kernels() if kernel.name == name)
-    start, passed, failed = time.perf_counter(), 0, 0
-    for case in list(cells.cases(kernel, target))[at::step]:
-        try:
-            contract.check(kernel, case, target.device)
-            passed += 1
-        except Exception as error:
-            failed += 1
-            print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
+    start = time.perf_counter()
+    passed, failed = contract_cells.run(kernel, list(cells.cases(kernel, target))[at::step], target.device)
     return name, passed, failed, time.perf_counter() - start
 
 

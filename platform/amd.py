@@ -96,7 +96,7 @@ def parse(name: str) -> Arch | None:
     >>> parse("gfx942:sramecc+:xnack-") == ARCHS["gfx942"], parse("gfx1153").family, parse("gfx95")
     (True, 'unknown', None)
     """
-    match = re.fullmatch(r"(gfx[1-9]\d?[0-9a-f]{2})(?::(?:sramecc|xnack)[+-])*", name)
+    match = re.fullmatch(r"(gfx(?:[1-9]|1\d)[0-9a-f]{2})(?::(?:sramecc|xnack)[+-])*", name)
     return (ARCHS.get(match[1]) or _unknown(match[1])) if match else None
 
 

@@ -7,6 +7,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -99,6 +100,28 @@ def vendors(environ: Mapping[str, str] | None = None) -> dict[str, Vendor]:
     return dict(sorted(found.items(), key=lambda entry: entry[0] == "cpu"))
 
 
+def reserved() -> frozenset[str]:
+    """The names that no plug-in's vendor can have: of the built-in vendors, and what their devices are called.
+
+    >>> sorted(reserved())
+    ['amd', 'cpu', 'cuda', 'emulated', 'hip', 'nvidia', 'rocm']
+    """
+    files = _files()
+    return frozenset({*files, *(_device_type(*each) for each in files.items()), "emulated", "hip", "rocm"})
+
+
+def nearest(arch: str) -> str | None:
+    """The listed architecture that a name is a product of, or is spelled most like; None where none is near.
+
+    >>> nearest("gfx943"), nearest("H100"), nearest("?")
+    ('gfx942', 'sm90', None)
+    """
+    known = vendors().values()
+    named = [product.arch for vendor in known for product in vendor.PRODUCTS.values() if product.named(arch)]
+    alike = get_close_matches(arch, [each for vendor in known for each in vendor.ARCHS], 1)
+    return next(iter(named + alike), None)
+
+
 def absent(machine: Machine | None = None) -> dict[str, str]:
     """The reason for every vendor that has no usable device here.
 
@@ -140,8 +163,8 @@ def _plugins(allowed: str | None) -> Mapping[str, Vendor]:
 
 def _sound(name: str, vendor: Any) -> Vendor:
     """A plug-in's module, if it has what a vendor defines, and in the form that the tables are read in."""
-    if name in _files():
-        raise ValueError(f"the name {name!r} is a built-in vendor's")
+    if name in reserved():
+        raise ValueError(f"the name {name!r} is a built-in vendor's, or its devices'")
     if missing := [each for each in NAMES if not hasattr(vendor, each)]:
         raise AttributeError(f"{getattr(vendor, '__name__', vendor)} lacks {', '.join(missing)}")
     for table, kind in (("ARCHS", Arch), ("PRODUCTS", Product)):
@@ -248,7 +271,8 @@ def _describe(arch: str, product: str | None, known: Mapping[str, Vendor]) -> Ta
             break
     if facts is None:
         archs = ", ".join(arch for vendor in known.values() for arch in vendor.ARCHS)
-        raise ValueError(f"arch is {arch!r}; it must be one of {archs}")
+        near = f"; near it: {listed}" if (listed := nearest(arch)) else ""
+        raise ValueError(f"arch is {arch!r}; it must be one of {archs}{near}")
     products = [p for p in vendor.PRODUCTS.values() if p.arch == facts.name]
     chosen = None if product is None else next((p for p in products if p.named(product)), None)
     if product is not None and chosen is None:

@@ -87,7 +87,7 @@ def parse(name: str) -> Arch | None:
     >>> parse("sm_90a") == ARCHS["sm90"], parse("sm_103").family, parse("sm")
     (True, 'unknown', None)
     """
-    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", name)
+    match = re.fullmatch(r"sm_?([1-9]\d|1\d\d)[af]?", name)
     return (ARCHS.get(f"sm{match[1]}") or _unknown(f"sm{match[1]}")) if match else None
 
 

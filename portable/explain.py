@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class Explanation:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
+    elsewhere: frozenset[str] = frozenset()  # kernels for other vendors' devices: one line of the text for all
 
     @property
     def level(self) -> GraphLevel:
@@ -82,12 +84,16 @@ class Explanation:
         yield f"target  {spell_target(self.target)}"
         pages = "" if self.layer.family in ("mamba1", "mamba2") else f", page_size {self.page_size}"
         yield f"layer   {spell_layer(self.layer)}{pages}"
-        for first, phases in _merged(self.rows):
+        for first, phases in _merged(self.rows, self.elsewhere):
             yield ""
             phase = f" ({', '.join(phases)})" if any(phases) else ""
             yield f"{first.op}{phase}: {first.choice.kernel.name if first.choice else 'no kernel'} [{first.how}]"
-            for name, reasons in first.rejected:
+            for name, reasons in _here(first, self.elsewhere):
                 yield f"    not {name}: {'; '.join(reasons)}"
+            others = Counter(name.partition(".")[0] for name, _ in first.rejected if name in self.elsewhere)
+            if others:
+                counts = ", ".join(f"{provider} ({count})" for provider, count in others.items())
+                yield f"    not for {self.target.vendor}: kernels of {counts}"
             if first.choice and first.choice.alternatives:
                 yield f"    also able: {', '.join(first.choice.alternatives)}"
         if self.levels:
@@ -137,7 +143,8 @@ def explain(
         return survey(op, target, layer, needs, request, packages, every, order, verdict)[1]
 
     captured = levels(layer, page_size, candidates) if cases is None else ()
-    return Explanation(target, layer, page_size, tuple(rows), tuple(notes), captured)
+    elsewhere = frozenset(kernel.name for kernel in every if target.vendor not in kernel.caps.vendors)
+    return Explanation(target, layer, page_size, tuple(rows), tuple(notes), captured, elsewhere)
 
 
 def cases_of(layer: Layer, page_size: int, *, lse: bool = False, seq_len: int = 4096) -> tuple[Case, ...]:
@@ -229,10 +236,15 @@ def spell_layer(layer: Layer) -> str:
     return ", ".join(parts)
 
 
-def _merged(rows: tuple[Row, ...]) -> list[tuple[Row, list[str]]]:
+def _here(row: Row, elsewhere: frozenset[str]) -> tuple[tuple[str, Reasons], ...]:
+    """The rejected kernels that are for devices of the target's vendor."""
+    return tuple((name, reasons) for name, reasons in row.rejected if name not in elsewhere)
+
+
+def _merged(rows: tuple[Row, ...], elsewhere: frozenset[str]) -> list[tuple[Row, list[str]]]:
     """Rows of one operation with the same outcome, as the first of them and the phases of all."""
     merged: dict[object, tuple[Row, list[str]]] = {}
     for row in rows:
-        outcome = (row.op, row.how, row.rejected, row.choice and (row.choice.kernel, row.choice.alternatives))
+        outcome = (row.op, row.how, _here(row, elsewhere), row.choice and (row.choice.kernel, row.choice.alternatives))
         merged.setdefault(outcome, (row, []))[1].append(row.phase)
     return list(merged.values())

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="instead: resources and loops of the kernels in a file of assembly text",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the reasons of every kernel")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_isa(args)
     from portable.attention import load_kernels, verdicts_on
     from portable.cli import show
-    from portable.platform.detect import describe, detect
+    from portable.platform.detect import describe, detect, nearest
 
     if args.product and not args.arch:
         raise ValueError(f"--product {args.product} describes no machine of its own; give --arch as well")
@@ -95,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     kernels = load_kernels()
     available = _packages(target, request, kernels, named, args.without, described=bool(args.arch))
     real = not (args.arch or named or args.without)
+    notes = unused_packages(named, kernels)
+    if args.arch and target.family == "unknown":
+        near = f"; near it: {known}" if (known := nearest(args.arch)) else ""
+        notes += (f"arch {target.arch} is in no table, so it has only what every {target.vendor} device has{near}",)
     explanations = [
         explain(
             target,
@@ -104,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             installed=available,
             requested=request,
             cases=cases_of(layer, max(args.page_size, 1), lse=args.lse),
-            notes=unused_packages(named, kernels),
+            notes=notes,
             verdict=verdicts_on(target, installed(target, request)) if real else None,
         )
         for layer in _layers(args, target)

@@ -7,10 +7,12 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 from portable.kernel import Kernel
 
@@ -67,15 +69,20 @@ def package_hash(package: str) -> str:
     return digest.hexdigest()
 
 
-def committed(results: Path, kernel: Kernel) -> Iterator[dict[str, Any]]:
+def committed(results: Path, kernel: Kernel, releases: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
     """The runs in a folder that proved the kernel's present source, each with its `level` of proof.
 
     `conformance-*.json` are records of the conformance kit, `contract-*.json` of the contract alone, on a device.
+    `releases` are present versions of vendors' packages, by normalised name: a run with another of one that the kernel
+    requires, or that does not say which it had, proved nothing of the present.
     """
+    needed = {canonicalize_name(name) for name, _ in kernel.caps.requires}
+    present = {name: version for name, version in (releases or {}).items() if name in needed}
     for file in sorted(file for kit in ("conformance", "contract") for file in results.glob(f"{kit}-*.json")):
         run: dict[str, Any] = {"level": "measured", **json.loads(file.read_text(encoding="utf-8"))}
         found = run["kernels"].get(kernel.name)
-        if found and found["source"] == source_hash(kernel):
+        same = present.items() <= run.get("versions", {}).items()
+        if found and same and found["source"] == source_hash(kernel):
             yield run
 
 

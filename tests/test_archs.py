@@ -34,15 +34,21 @@ def test_the_spellings_of_an_architecture(name, arch, family, wave, shared_memor
 
 
 @pytest.mark.parametrize(
-    "name", ["", "gfx", "gfx9", "gfx95", "gfx9500", "gfx942:", "xgfx942", "9.4", "sm", "sm_9", "(9, 4)"]
+    "name", ["", "gfx", "gfx9", "gfx95", "gfx9500", "gfx942:", "xgfx942", "9.4", "sm", "sm_9", "sm900", "(9, 4)"]
 )
 def test_other_names_are_an_error_that_lists_the_known_ones(name):
-    if name == "gfx9500":  # not gfx950 with something behind it
-        assert describe(name).family == "unknown"
-        return
     with pytest.raises(ValueError) as error:
         describe(name)
     assert repr(name) in str(error.value) and "gfx942" in str(error.value) and "sm90" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("gfx9420", "gfx942"), ("gfx94", "gfx942"), ("sm900", "sm90"), ("MI355X", "gfx950"), ("nosuch", "")],
+)
+def test_the_error_ends_with_what_is_near(name, near):
+    with pytest.raises(ValueError, match=rf"aarch64{f'; near it: {near}' if near else ''}$"):
+        describe(name)
 
 
 def test_an_unknown_chip_is_detected_with_what_every_device_has():

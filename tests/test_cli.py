@@ -384,10 +384,29 @@ def test_explain_runs_offline_with_the_installed_kernels(capsys: pytest.CaptureF
     assert cli.main(["explain"]) == 0
 
 
+def test_explain_says_that_an_arch_is_in_no_table(toys: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(capsys, "--arch", "gfx942")["explanations"][0]["notes"] == []
+    assert cli.main(["explain", "--arch", "gfx943"]) == 0
+    note = "note: arch gfx943 is in no table, so it has only what every amd device has; near it: gfx942\n"
+    assert capsys.readouterr().out.endswith(note)
+
+
+def test_kernels_for_another_vendors_devices_are_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """What else they would refuse parts no phases; JSON has each with its reasons."""
+    assert cli.main(["explain", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "vendor 'cpu'" not in shown and "\npaged (decode, verify, extend): " in shown
+    paged = explained(capsys, "--device", "cpu")["explanations"][0]["rows"][1]
+    others = [each for each in paged["rejected"] if each["reasons"][0].startswith("vendor 'cpu' is not one of ")]
+    (line,) = re.findall(r"^paged .*\n(?:    not (?!for).*\n)*    not for cpu: kernels of (.*)$", shown, re.MULTILINE)
+    assert "hip (1)" in line and sum(map(int, re.findall(r"\((\d+)\)", line))) == len(others) > 10
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ("--arch gfx", "arch is 'gfx'; it must be one of gfx90a, gfx942"),
+        ("--arch gfx9420", "; near it: gfx942"),
         ("--arch gfx942 --product H100", "the products of gfx942 are MI300A"),
         ("--product MI300X", "--product MI300X describes no machine of its own; give --arch"),
         ("--arch gfx942 --device cpu", "give one of them"),

@@ -309,6 +309,20 @@ def test_a_committed_run_counts_while_the_source_is_the_same(tmp_path: Path) -> 
     assert not list(report.evidence(none, [REFERENCE], TABLES, {}, tmp_path))
 
 
+def test_a_committed_run_of_another_release_than_the_installed_one_is_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not {"torch", "triton"} & report.releases().keys()
+    vendors = next(kernel for kernel in KERNELS if kernel.name == "vllm_flash_attn_3.varlen")
+    proved = {vendors.name: {"source": report.source_hash(vendors)}}
+    run = {"arch": "sm90", "card": "H100", "versions": {"vllm": "0.33.0"}, "kernels": proved}
+    (tmp_path / "contract-sm90.json").write_text(json.dumps(run))
+    none = lanes.Matrix(workflow=MATRIX.workflow, actions={}, lanes=MATRIX.lanes)
+    for present, counts in (("0.33.0", True), ("0.34.0", False)):
+        monkeypatch.setattr(report, "releases", lambda present=present: {"vllm": present})
+        assert bool(list(report.evidence(none, [vendors], TABLES, {}, tmp_path))) == counts
+
+
 def test_a_real_run_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """pytest's own XML and a report of the conformance kit, by the command that the workflow runs."""
     monkeypatch.chdir(ROOT)

@@ -62,7 +62,7 @@ def test_every_file_is_of_the_vendor_that_was_named():
             compile(text, path, "exec")
 
 
-@pytest.mark.parametrize("name", ["Zeta", "2nd", "a-b", "class", "cpu", "torch", "../x", ""])
+@pytest.mark.parametrize("name", ["Zeta", "2nd", "a-b", "class", "cpu", "cuda", "rocm", "hip", "torch", "../x", ""])
 def test_a_name_that_cannot_be_used_is_refused(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new-vendor", name]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from portable import attention, proof
 from portable.backends import reference
 from portable.kernel import Kernel
-from portable.proof import source_hash
+from portable.proof import committed, source_hash
 
 KERNELS = {kernel.name: kernel for kernel in attention.load_kernels()}
 FILES = {
@@ -118,3 +119,22 @@ def test_a_function_of_ours_is_its_file_and_what_its_names_reach() -> None:
     assert reached == {"portable.backends.pages", "portable.backends.reference", "portable.merge"}
     assert list(proof._homes(merge)) == ["portable.backends.reference"]
     assert list(proof._homes(KERNELS["hip.merge"])) == ["portable.backends.hip.merge"]
+
+
+@pytest.mark.parametrize(
+    ("had", "present", "counts"),
+    [
+        ({"vllm": "0.33.0"}, {"vllm": "0.33.0", "amd-aiter": "0.1.8"}, True),
+        ({"vllm": "0.33.0"}, {"vllm": "0.34.0"}, False),
+        ({"vllm": "0.33.0"}, {}, True),  # it is not here, so there is no other
+        ({}, {"vllm": "0.33.0"}, False),
+        ({}, {}, True),
+    ],
+)
+def test_a_record_of_another_release_of_the_vendors_package_does_not_count(
+    tmp_path: Path, had: dict[str, str], present: dict[str, str], counts: bool
+) -> None:
+    kernel = KERNELS["vllm_flash_attn_3.varlen"]
+    run = {"arch": "sm90", "versions": had, "kernels": {kernel.name: {"source": source_hash(kernel)}}}
+    (tmp_path / "contract-sm90.json").write_text(json.dumps(run))
+    assert bool(list(committed(tmp_path, kernel, present))) == counts

@@ -91,7 +91,9 @@ def test_a_broken_plugin_is_reported_and_left_out(plugin, caplog, source, said):
     assert "'bad' is left out" in caplog.text and said in caplog.text
 
 
-def test_a_plugin_does_not_replace_a_vendor(plugin, caplog):
-    plugin(amd=TOY)
-    assert vendors()["amd"] is amd
-    assert "built-in" in caplog.text
+@pytest.mark.parametrize("name", ["amd", "cuda", "emulated"])
+def test_a_plugin_does_not_replace_a_vendor(plugin, caplog, name):
+    """Nor does it take what a built-in vendor's devices are called, or `detect` would have two of a name."""
+    plugin(**{name: TOY.replace('vendor="toy"', f'vendor="{name}"')})
+    assert list(vendors()) == ["amd", "nvidia", "cpu"] and vendors()["amd"] is amd
+    assert f"the name '{name}' is a built-in vendor's, or its devices'" in caplog.text

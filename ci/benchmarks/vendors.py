@@ -20,13 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import contract_cells
 import torch
 
 from benchmarks import adapters
 from portable import available_kernels, detect
 from portable.attention import load_kernels
 from portable.backends.selftest import fault
-from portable.conformance import cells, contract
+from portable.conformance import cells
 from portable.kernel import ATTENTION, Kernel
 from portable.platform.target import Target
 from portable.proof import source_hash
@@ -66,14 +67,7 @@ def widened(target: Target) -> dict[str, Any] | None:
         return None
     caps = replace(kernel.caps, vendors=frozenset({target.vendor}), archs=frozenset({target.arch}), requires=())
     kernel = replace(kernel, caps=caps)
-    passed, failed = 0, 0
-    for case in cells.cases(kernel, target):
-        try:
-            contract.check(kernel, case, target.device)
-            passed += 1
-        except Exception as error:
-            failed += 1
-            print(f"{kernel.name}: {type(error).__name__}: {error}\n    {case}", flush=True)
+    passed, failed = contract_cells.run(kernel, cells.cases(kernel, target), target.device)
     problem = fault(kernel, target)
     found = {"contract": {"cells": passed, "failures": failed}, "self_test": problem or "passed"}
     print(f"{kernel.name:45} {found}", flush=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from portable.kernel import Kernel
 from portable.matrix.lanes import DECLARED, LEVELS, Lane, Matrix, Rule
 from portable.matrix.results import FAILED, SKIPPED, Results
+from portable.packages import installed, known_packages
 from portable.proof import committed, source_hash
 from portable.sets import ANY
 
@@ -64,10 +65,12 @@ def evidence(
 ) -> Iterator[Evidence]:
     """Every proof that there is. Without `lanes`, each rule counts: as if its lane had passed.
 
-    A rule that names no tests holds where its lane is one of `passing`.
+    A rule that names no tests holds where its lane is one of `passing`. A committed run counts that had the releases
+    of vendors' packages which are installed here.
     """
+    here = releases()
     for kernel in kernels:
-        for run in committed(results, kernel):
+        for run in committed(results, kernel, here):
             yield Evidence(kernel.name, run["arch"], run["level"], f"{results.name}: {run['card']}")
         for rule in matrix.rules:
             if any(fnmatchcase(kernel.name, pattern) for pattern in rule.kernels):
@@ -195,6 +198,12 @@ def vendor_archs() -> dict[str, tuple[str, ...]]:
     """vendor -> the architectures that its table lists."""
     detect = importlib.import_module("portable.platform.detect")
     return {name: tuple(vendor.ARCHS) for name, vendor in detect.vendors().items()}
+
+
+def releases() -> dict[str, str]:
+    """The vendors' packages of this machine, normalised name -> version; none of those that come with portable."""
+    found = installed(known=[package for package in known_packages() if not package.bundled])
+    return {name: package.version for name, package in found.items() if package.version}
 
 
 def _archs(rule: Rule, lane: Lane, kernel: Kernel, tables: Mapping[str, Collection[str]]) -> Iterator[str]:

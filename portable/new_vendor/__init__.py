@@ -10,7 +10,7 @@ import keyword
 import re
 from pathlib import Path
 
-from portable.plugins import KERNELS, PLATFORMS, VARIABLE
+from portable.plugins import KERNELS, PLATFORMS
 
 HERE = Path(__file__).parent
 FILES = {  # below the package's folder -> the file here
@@ -92,13 +92,15 @@ def package(name: str) -> dict[str, str]:
     'tests/test_zeta.py'
     """
     from portable.attention import load_kernels
-    from portable.platform.detect import vendors
+    from portable.platform.detect import reserved
 
     if not re.fullmatch(r"[a-z][a-z0-9]*", name) or keyword.iskeyword(name):
         raise ValueError(f"name is {name!r}; it must be lower-case letters and digits, and no word of Python")
     providers = {kernel.caps.provider for kernel in load_kernels() if kernel.plugin is None}
-    if name in vendors({VARIABLE: ""}) or name in providers:
-        raise ValueError(f"name is {name!r}, which portable has a vendor or a provider of")
+    if name in reserved() | providers:
+        raise ValueError(
+            f"name is {name!r}, which portable has as a vendor, a kind of device or a provider of kernels; give another"
+        )
     texts = TEXTS | {path: (HERE / file).read_text(encoding="utf-8") for path, file in FILES.items()}
     return {renamed(path, name): renamed(text, name) for path, text in texts.items()}
 
