@@ -12,6 +12,7 @@ from portable.platform.emulated import static
 from portable.platform.emulated.machine import LDS_BYTES
 
 STRICT = ("gfx90a", "gfx942", "gfx950")  # no spills, 16-byte loads and matrix instructions are asked of these
+WHOLE = ("attend_mla_kernel", "combine_mla_kernel")  # kernels that may spill on no AMD device
 MATRIX = re.compile(r"^\s+(v_(?:mfma|smfmac|wmma|swmmac)_\w+)", re.MULTILINE)
 WIDE = re.compile(r"^\s+(?:global|buffer)_load_(?:lds_)?(dwordx4|b128)", re.MULTILINE)
 LOAD = re.compile(r"^\s+(?:global|buffer)_load_", re.MULTILINE)
@@ -22,17 +23,16 @@ def facts(made: Any, arch: str) -> dict[str, Any]:
     return _amd(made, arch) if arch.startswith("gfx") else _nvidia(made)
 
 
-def faults(row: dict[str, Any], arch: str, products: bool) -> list[str]:
+def faults(row: dict[str, Any], arch: str, kernel: str, products: bool) -> list[str]:
     """What no default tile may do; `products`: the kernel multiplies matrices that it loads from K and V."""
     found = []
     limit = describe(arch).shared_memory
     if row["shared"] > limit:
         found.append(f"{row['shared']} bytes of shared memory where {arch} has {limit}")
+    whole = arch in STRICT or (arch.startswith("gfx") and kernel in WHOLE)
+    if whole and (row["vector_spills"] or row["scratch"]):  # scalar ones go to lanes of vector registers, not to memory
+        found.append(f"{row['vector_spills']} vector registers are spilled, {row['scratch']} bytes of scratch a lane")
     if arch in STRICT:
-        if row["vector_spills"] or row["scratch"]:  # scalar ones go to lanes of vector registers, not to memory
-            found.append(
-                f"{row['vector_spills']} vector registers are spilled, {row['scratch']} bytes of scratch a lane"
-            )
         if products and not row["matrix"]:
             found.append("no matrix instruction")
         if products and not row["loads_16"]:

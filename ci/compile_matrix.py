@@ -70,7 +70,7 @@ def faults(made: dict[str, Any]) -> list[str]:
     for key, row in made["rows"].items():
         _, kernel, arch = key.split(" | ")
         products = kernel.startswith(("attend", "attention", "ssd")) and kernel != "ssd_pass"
-        found += [f"{key}: {fault}" for fault in compile_facts.faults(row, arch, products)]
+        found += [f"{key}: {fault}" for fault in compile_facts.faults(row, arch, kernel.split()[0], products)]
     return found
 
 

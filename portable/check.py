@@ -158,7 +158,9 @@ def _like_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, dev
         if step >= extent or not out.numel():
             extent += step * (size - 1)
             continue
-        raise ValueError(f"out has strides {list(out.stride())}; its rows share memory, and each is written")
+        raise ValueError(
+            f"out has strides {list(out.stride())}; its rows share memory or lie among each other, and each is written"
+        )
 
 
 def check_mla_run(

@@ -117,7 +117,8 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_conv(self.layer, plan, x, weight, bias, pool, out)
-        x, bias, made = rows(x), flat(bias), _result(out)
+        made = _result(out, plan, x)
+        x, bias = rows(x), flat(bias)
         _blank(plan, made)
         for states in (plan.decode, plan.prefill):
             if states is not None:
@@ -141,7 +142,7 @@ class MambaSlot:
         given = rows(x), dt, rows(b), rows(c), None if z is None else rows(z)
         a = tensors.a if tensors.a.is_contiguous() else tensors.a.contiguous()
         tensors = tensors._replace(a=a, d=flat(tensors.d), dt_bias=flat(tensors.dt_bias))
-        made = _result(out)
+        made = _result(out, plan, x, dt, b, c, z)
         _blank(plan, made)
         for kernel, states in ((self.update, plan.decode), (self.prefill, plan.prefill)):
             if states is not None:
@@ -163,11 +164,18 @@ def few(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_draft": options["num_draft"], "num_accepted": options["num_accepted"]}
 
 
-def _result(out: torch.Tensor) -> torch.Tensor:
-    """`out`, or where the elements of its rows lie apart, a tensor of its shape for kernels to write."""
-    return (
-        out if out.stride(-1) == 1 or out.shape[-1] == 1 else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    )
+def _result(out: torch.Tensor, plan: MambaPlan, *given: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or a tensor of its shape for kernels to write.
+
+    Where the elements of its rows lie apart, and where its memory is read by others than who writes it: of prompts, and
+    wherever it is not an input itself.
+    """
+    memory, whole = out.untyped_storage().data_ptr(), out.stride(-1) == 1 or out.shape[-1] == 1
+    for each in given:
+        if each is not None and each.untyped_storage().data_ptr() == memory:
+            same = each.data_ptr() == out.data_ptr() and each.stride() == out.stride()
+            whole = whole and same and plan.prefill is None
+    return out if whole else torch.empty(out.shape, dtype=out.dtype, device=out.device)
 
 
 def _blank(plan: MambaPlan, out: torch.Tensor) -> None:

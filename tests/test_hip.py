@@ -224,26 +224,55 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
     k, slots, scale = torch.zeros(1, 2, 8, dtype=torch.float16), torch.zeros(1, dtype=torch.int64), torch.tensor(2.0)
     made: list[KV] = []
 
-    def prepare(k: Any, v: Any, kv: KV, slots: Any, layer: Layer, tensors: LayerTensors) -> Any:
+    def prepare(k: Any, v: Any, kv: KV, slots: Any, layer: Layer, scales: cache.Scales) -> Any:
         made.append(kv)
-        scales = cache._scale_facts(kv, tensors, layer)
-        return cache._Prepared(lambda *_: None, 1, ref(kv.k), ref(kv.v), 0, scales, layer)
+        return cache._prepared(lambda *_: None, 1, 0, kv, scales, layer)
 
     monkeypatch.setattr(cache, "_prepare_write", prepare)
     monkeypatch.setattr(cache, "_writes", launch.Launches())
 
     def new(kv: KV, tensors: LayerTensors = LayerTensors(v_scale=scale)) -> bool:  # noqa: B008
         """Whether a write is prepared, after one to the first pages was."""
-        key = id(layer), id(kv.k), False, torch.int64
+        key = id(layer), id(kv.k), True, True, torch.int64
         cache._writes.keep(key, first)
         before = len(made)
         cache.write(k, k, kv, slots, layer, tensors)
         return len(made) > before
 
-    first = prepare(k, k, kv, slots, layer, LayerTensors(v_scale=scale))
-    assert not new(kv) and not new(kv, LayerTensors(v_scale=scale + 1))
-    assert new(kv, LayerTensors()) and new(kv, LayerTensors(v_scale=torch.ones(2)))
+    first = prepare(k, k, kv, slots, layer, (None, scale))
+    assert not new(kv) and not new(kv, LayerTensors(v_scale=scale + 1)) and not new(kv, LayerTensors())
+    assert new(kv, LayerTensors(v_scale=torch.ones(2)))
+    first = prepare(k, k, kv, slots, layer, (None, torch.ones(2)))
+    assert not new(kv, LayerTensors(v_scale=torch.zeros(2))) and new(kv, LayerTensors(v_scale=torch.ones(2, 2)[0, :1]))
+    assert new(kv, LayerTensors(v_scale=torch.ones(4)[::2])) and new(kv)
+    assert not new(kv, LayerTensors(v_scale=torch.ones(2, dtype=torch.bfloat16)))  # read as float32
     assert new(KV(kv.k, kv.k)) and new(KV(kv.v, kv.v)) and new(KV(kv.v.clone(), kv.v))
+    first = prepare(k, k, kv, slots, layer, (None, scale))
+    for pages in kv:  # which grow in place
+        pages.data = torch.zeros(50, *pages.shape[1:], dtype=pages.dtype)
+        assert new(kv)
+        first = prepare(k, k, kv, slots, layer, (None, scale))
+
+
+def test_a_write_of_one_row_says_nothing_about_the_strides_of_more(monkeypatch: pytest.MonkeyPatch):
+    """A row of V out of a fused product is dense; beside it K is none, whose heads are padded."""
+    layer, kv = (
+        Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float16),
+        KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float16)),
+    )
+    padded, fused = torch.zeros(4, 2, 16, dtype=torch.float16)[..., :8], torch.zeros(4, 99, dtype=torch.float16)
+    seen: list[tuple[int, ...]] = []
+
+    def prepare(self: launch.Function, tensors: Any, fixed: tuple[int, ...], *sizes: int) -> Any:
+        return lambda *_: seen.append(fixed[16:20])  # strides of K's and V's tokens and heads
+
+    monkeypatch.setattr(launch.Function, "prepare", prepare)
+    monkeypatch.setattr(cache, "_writes", launch.Launches())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
+    for count in (1, 4, 1):
+        k, v = padded[:count], fused[:count, :16].view(count, 2, 8)
+        cache.write(k, v, kv, torch.zeros(count, dtype=torch.int64), layer, LayerTensors())
+    assert seen == [(32, 16, 16, 8), (32, 16, 99, 8), (32, 16, 16, 8)]
 
 
 def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used(monkeypatch: pytest.MonkeyPatch):
@@ -251,12 +280,9 @@ def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used
     kv, scale = KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float8_e4m3fn)), torch.tensor(2.0)
     made: list[KV] = []
 
-    def prepare(kv: KV, k: Any, v: Any, segment: Segment, layer: Layer, tensors: LayerTensors) -> Any:
+    def prepare(kv: KV, k: Any, v: Any, segment: Segment, layer: Layer, scales: cache.Scales) -> Any:
         made.append(kv)
-        scales = cache._scale_facts(kv, tensors, layer)
-        return cache._Prepared(
-            lambda *_: None, 1, ref(kv.k), cache._nothing if kv.v is None else ref(kv.v), 0, scales, layer
-        )
+        return cache._prepared(lambda *_: None, 1, 0, kv, scales, layer)
 
     monkeypatch.setattr(cache, "_prepare_gather", prepare)
     monkeypatch.setattr(cache, "_gathers", launch.Launches())
@@ -287,7 +313,8 @@ def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.Monk
 
     def prepare(q: Any, kv: KV, segment: Segment, *rest: Any) -> paged_decode._Launch:
         threads = segment.prepared.cut.threads
-        return paged_decode._Launch(lambda *_: launched.append(threads), ref(kv.k), ref(kv.v), layer)
+        places = kv.k.data_ptr(), kv.v.data_ptr()
+        return lambda *_: launched.append(threads), ref(kv.k), ref(kv.v), *places, layer
 
     monkeypatch.setattr(paged_decode, "_launch", prepare)
     monkeypatch.setattr(paged_decode, "_launches", launch.Launches())
@@ -298,6 +325,44 @@ def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.Monk
         q = torch.zeros(queries, 4, 128, dtype=torch.bfloat16)
         paged_decode.attend(q, kv, made, layer, LayerTensors(), torch.empty_like(q), None)
     assert launched == [128, 256, 128] and len(paged_decode._launches.known) == 2
+
+
+def test_a_decode_of_other_strides_or_scales_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):
+    layer = Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+    kv, made = KV(*torch.zeros(2, 4, 16, 2, 16, dtype=torch.float8_e4m3fn)), 0
+
+    def prepare(q: Any, kv: KV, *rest: Any) -> paged_decode._Launch:
+        nonlocal made
+        made += 1
+        return lambda *_: None, ref(kv.k), ref(kv.v), kv.k.data_ptr(), kv.v.data_ptr(), layer
+
+    monkeypatch.setattr(paged_decode, "_launch", prepare)
+    monkeypatch.setattr(paged_decode, "_launches", launch.Launches())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
+
+    def new(q: torch.Tensor, out: torch.Tensor, kv: KV = kv, **scales: torch.Tensor) -> bool:
+        """Whether a decode is prepared."""
+        before, lens = made, [(1, 20)] * len(q)
+        with launch.recorded(describe("sm90")):
+            part = segment(paged_decode.KERNELS[0], lens, layer, torch.zeros(len(q), 2, dtype=torch.int32), 16)
+        paged_decode.attend(q, kv, part, layer, LayerTensors(**scales), out, None)
+        return made > before
+
+    def rows(tokens: int, heads: int = 2) -> torch.Tensor:
+        return torch.zeros(tokens, heads, 16, dtype=torch.float16)[:, :2]
+
+    assert new(rows(3), rows(3)) and not new(rows(1), rows(1)) and not new(rows(8), rows(8))
+    assert new(rows(3, 6), rows(3)) and new(rows(3, 4), rows(3)) and new(rows(3), rows(3, 6))
+    assert not new(rows(5, 6), rows(5)) and not new(rows(5), rows(5, 6))
+    one = torch.zeros(8, 99, dtype=torch.float16)[:, :32].view(8, 2, 16)
+    assert not new(one[:1], rows(1, 6)) and new(one[:4], rows(4, 6))  # dense is the one row alone
+    scale = torch.ones(2)
+    assert not new(rows(3), rows(3), k_scale=scale[0]) and new(rows(3), rows(3), k_scale=scale)
+    assert new(rows(3), rows(3), v_scale=scale) and new(rows(3), rows(3), v_scale=torch.ones(4)[::2])
+    assert not new(rows(3), rows(3), v_scale=torch.zeros(2)) and new(rows(3), rows(3), KV(kv.k, kv.k))
+    assert not new(rows(3), rows(3), v_scale=torch.ones(2, dtype=torch.bfloat16))  # read as float32
+    kv.v.data = kv.v.clone()
+    assert new(rows(3), rows(3))
 
 
 def test_an_object_is_made_once_and_verified(tmp_path: Path):

@@ -313,6 +313,39 @@ def test_a_plan_lives_until_the_next_on_its_slot():
         portable.ops.state_conv(tokens.x, tokens.weight, None, pools.conv, tokens.x.clone(), True, handle)
 
 
+@pytest.mark.parametrize(("lens", "in_place"), [((1, 3), False), ((1, 1, 1, 1), True)])
+def test_an_out_that_is_an_input_is_written_in_place_by_decodes_alone(lens, in_place):
+    """A kernel's programs read rows of a prompt that others write: Triton's left a wrong state of `conv(x, out=x)`."""
+    mamba, tokens = Mamba(MAMBA2, device="cpu"), Tokens(MAMBA2, 5)
+    plan = mamba.plan(Batch.from_lens(lens, [9] * len(lens)), [[row] for row in range(len(lens))])
+    slot, seen = mamba._slot(0), []
+
+    def watched(kernel):
+        def run(*given):
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            out, x = tensors[-1], tensors[0]
+            seen.append(out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr())
+            return kernel.run(*given)
+
+        return replace(kernel, run=run)
+
+    slot.convolve, slot.update, slot.prefill = map(watched, (slot.convolve, slot.update, slot.prefill))
+    for first in (0, 1):  # the rows themselves, and those behind them
+        results = []
+        for shared in (False, True):
+            pools, memory = allocate_states(MAMBA2, 4, "cpu"), tokens.x.clone()
+            x, out = memory[:4], memory[first : first + 4] if shared else None
+            results.append((mamba.conv(x, pools.conv, plan, tokens.weight, out=out), pools.conv))
+            memory = tokens.z.clone()
+            x, out = memory[:4], memory[first : first + 4] if shared else None
+            given = tokens.dt[:4], *tokens.bc[:4].unbind(1), pools.ssm, plan, tokens.tensors
+            results[-1] += mamba.run(x, *given, out=out), pools.ssm
+            assert all(seen) is (shared and in_place and not first) and (any(seen) is all(seen))
+            seen.clear()
+        for alone, together in zip(*results, strict=True):
+            assert torch.equal(alone, together)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,7 +94,8 @@ def test_a_block_of_keys_fits_the_shared_memory(arch, heads, dtype):
         blocks = tile.num_stages if target.matrix == "wgmma" and tile.block_m == 64 else tile.num_stages - 1
         rows = tile.block_n if target.vendor == "amd" else tile.block_m + blocks * tile.block_n
         assert rows * row <= target.shared_memory
-        assert 16 <= tile.block_m <= max(16, 1 << (heads * queries - 1).bit_length())
+        least = 8 if target.matrix == "wmma" and dtype == torch.float32 else 16
+        assert least <= tile.block_m <= max(16, 1 << (heads * queries - 1).bit_length())
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -108,6 +110,33 @@ def test_deepseeks_widths(arch, heads, lens, fp8):
     )
     with activate(arch):
         contract.check(KERNEL, case, "cpu")
+
+
+@pytest.mark.parametrize("rank", [512, 80, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rdnas_pieces_of_the_rank(rank, dtype, fp8, monkeypatch):
+    """No RDNA device is emulated: here its tiles run on a gfx942."""
+    layer = Layer.mla(num_heads=16, kv_lora_rank=rank, dtype=dtype, kv_dtype=torch.float8_e4m3fnuz if fp8 else dtype)
+    tile = mla_decode_tiles.tile_of(portable.describe("gfx1100"), layer, 1)
+    assert tile.pieces == tile.num_warps == {512: 16, 80: 4, 16: 1}[rank]
+    monkeypatch.setattr(mla_decode, "tile_of", lambda *_: tile)
+    case = cells.Case(
+        op=Op.MLA_DECODE, layer=layer, lens=((1, 70), (2, 33)), page_size=16, scales="scalar" if fp8 else "none"
+    )
+    with activate("gfx942"):
+        contract.check(KERNEL, case, "cpu")
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+@pytest.mark.parametrize("name", ["mla decode 16 heads", "mla decode 16 heads float32"])
+def test_rdna_spills_nothing(arch, name, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "ci"))
+    import compile_cases
+    from compile_facts import facts, faults
+
+    for function, made in compile_cases.compiled(compile_cases.CASES[name], arch):
+        assert faults(facts(made, arch), arch, function, products=False) == []
 
 
 def test_where_it_is_offered():

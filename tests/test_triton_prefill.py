@@ -71,7 +71,7 @@ def test_float32_of_two_widths_spills_nothing(arch, width, v_width, monkeypatch)
 
     sizes = {"num_heads": 8, "head_dim": width, "v_head_dim": v_width, "dtype": torch.float32}
     ((_, made),) = compiled(attention(prefill_kernel, 512, 512, None, **sizes), arch)
-    assert faults(facts(made, arch), arch, products=True) == []
+    assert faults(facts(made, arch), arch, "attention", products=True) == []
 
 
 def test_a_batch_invariant_layer_has_one_tile_for_all_lengths():

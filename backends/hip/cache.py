@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 
 from portable.backends.digits import Pages, pages_of
 from portable.backends.hip.archs import FP8_NAMES, NAMES, on_gpus
-from portable.backends.hip.launch import Function, Launch, Launches, addresses, divide, items
+from portable.backends.hip.launch import (
+    Function,
+    Launch,
+    Launches,
+    addresses,
+    divide,
+    floats,
+    items,
+    nothing,
+    row_strides,
+    rows_key,
+    scale_step,
+)
 from portable.kernel import KV, Kernel, Op, Segment
 from portable.layer import CACHE_LAYOUTS, Layer, LayerTensors
 from portable.ragged import cu_from_lens
@@ -21,35 +33,33 @@ NOTHING = (0,) * 6
 ITEMS = "iIiiIiii"
 
 
-class _Prepared(NamedTuple):
-    """A prepared launch, good for the layer and pages that it holds on to or looks at."""
-
-    launch: Launch
-    together: int  # tokens of a block
-    k_pages: ReferenceType[torch.Tensor]
-    v_pages: Callable[[], torch.Tensor | None]
-    behind: int  # bytes from the first part of a row of MLA's that is written in two to the second
-    scales: tuple[object, ...]
-    layer: Layer
-
-    def serves(self, kv: KV, tensors: LayerTensors, layer: Layer) -> bool:
-        """An address, and a tensor's id, may have come to others."""
-        same = self.k_pages() is kv.k and self.v_pages() is kv.v
-        return same and (not self.scales or self.scales == _scale_facts(kv, tensors, layer))
-
-
+_Prepared = tuple[  # a NamedTuple would take 0.03 us more to unpack
+    Launch,
+    int,  # tokens of a block
+    Callable[[], torch.Tensor | None],  # K's pages, and V's: a tensor's id, and an address, may have come to others
+    Callable[[], torch.Tensor | None],
+    int,  # where those start: pages that grow in place move
+    int,
+    int,  # bytes from the first part of a row of MLA's that is written in two to the second
+    tuple[int, ...],  # steps of K's and V's scales, where the cache has them
+    Layer | None,  # held, so that its id is no other's
+]
+UNKNOWN: _Prepared = nothing, 1, nothing, nothing, 0, 0, 0, (), None  # for no pages
 _writes: Launches[_Prepared] = Launches()
 _gathers: Launches[_Prepared] = Launches()
 
 
-def _nothing() -> None:
-    """In place of a reference."""
+class Packed(NamedTuple):
+    """Where a gather puts requests."""
+
+    cu_seqlens_k: torch.Tensor  # [n + 1] i32 on the device
+    rows: int  # of the result
 
 
 @cache
 def _function(name: str, row: torch.dtype, stored: torch.dtype) -> Function:
     fixed = {"write": f"{2 * ITEMS}4q12q6iiIiq3i", "gather": f"{2 * ITEMS}12q6iiIiq4i"}[name]
-    changing = {"write": "7Pi", "gather": "8Pi"}[name]
+    changing = {"write": "7Ni", "gather": "8Ni"}[name]
     return Function("cache", name, changing, fixed, ROW=NAMES[row], STORED=(NAMES | FP8_NAMES)[stored])
 
 
@@ -66,36 +76,40 @@ def write(
     For MLA, k is [T, rank + rope] without v, or [T, rank] with the roped part [T, rope] as v.
     """
     k_pages, v_pages = kv
-    if k.is_contiguous() and (v is None or v.is_contiguous()):  # what strides say too, in a third of the time
-        key: tuple[Any, ...] = id(layer), id(k_pages), v is None, slot_mapping.dtype
-    else:
-        key = id(layer), id(k_pages), k.stride(), None if v is None else v.stride(), slot_mapping.dtype
-    known = _writes.known.get(key)
-    if known is None or not known.serves(kv, tensors, layer):
-        known = _prepare_write(k, v, kv, slot_mapping, layer, tensors)
+    k_at, v_at = k_pages.data_ptr(), 0 if v_pages is None else v_pages.data_ptr()
+    key = id(layer), id(k_pages), rows_key(k), None if v is None else rows_key(v), slot_mapping.dtype
+    launch, together, k_known, v_known, k_start, v_start, behind, steps, _ = _writes.known.get(key, UNKNOWN)
+    scales = _scales(kv, tensors, layer) if steps else None
+    same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
+    if not same or (scales and steps != _steps(scales)):
+        scales = _scales(kv, tensors, layer)
+        known = _prepare_write(k, v, kv, slot_mapping, layer, scales)
+        launch, together, _, _, _, _, behind, _, _ = known
         if k.is_cuda:
             _writes.keep(key, known)
     tokens = slot_mapping.numel()
     if not tokens:
         return
-    launch, together, _, _, behind, scales, _ = known
-    at = k_pages.data_ptr()
-    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if scales else (0, 0)
-    v_rows, v_at = 0, 0
+    k_scale, v_scale = addresses(*scales) if scales else (0, 0)
+    v_rows = 0
     if v is not None:
-        v_rows, v_at = v.data_ptr(), at + behind if v_pages is None else v_pages.data_ptr()
-    launch(-(-tokens // together), k.data_ptr(), v_rows, at, v_at, slot_mapping.data_ptr(), k_scale, v_scale, tokens)
+        v_rows, v_at = v.data_ptr(), k_at + behind if v_pages is None else v_at
+    launch(-(-tokens // together), k.data_ptr(), v_rows, k_at, v_at, slot_mapping.data_ptr(), k_scale, v_scale, tokens)
 
 
-def _scales(kv: KV, tensors: LayerTensors, layer: Layer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _scales(kv: KV, tensors: LayerTensors, layer: Layer) -> Scales:
     """Of K and V where the cache has them; MLA's parts have one."""
     if kv.k.dtype.itemsize > 1:
         return None, None
-    return tensors.k_scale, tensors.k_scale if layer.family == "mla" else tensors.v_scale
+    k_scale = floats(tensors.k_scale)
+    return k_scale, k_scale if layer.family == "mla" else floats(tensors.v_scale)
 
 
-def _scale_facts(kv: KV, tensors: LayerTensors, layer: Layer) -> tuple[object, ...]:
-    return tuple(None if scale is None else (scale.shape, scale.stride()) for scale in _scales(kv, tensors, layer))
+def _steps(scales: Scales) -> tuple[int, int]:
+    return scale_step(scales[0]), scale_step(scales[1])
 
 
 def _prepare_write(
@@ -104,7 +118,7 @@ def _prepare_write(
     kv: KV,
     slot_mapping: torch.Tensor,
     layer: Layer,
-    tensors: LayerTensors,
+    scales: Scales,
 ) -> _Prepared:
     layout, mla = layer.cache_layout, layer.family == "mla"
     heads, rank = 1 if mla else layer.num_kv_heads, k.shape[-1]
@@ -115,67 +129,71 @@ def _prepare_write(
     widths = rank, 0 if v is None else v.shape[-1]
     made = [items(heads, width, k.dtype) for width in widths]
     together = made[0].tokens if v is None else min(each.tokens for each in made)
-    k_scale, v_scale = _scales(kv, tensors, layer)
     fixed = (
         *made[0].numbers(together), *made[1].numbers(together),
-        *_rows(k), *_rows(v),
+        *row_strides(k), *((0, 0) if v is None else row_strides(v)),
         *first.strides, *(NOTHING if second is None else second.strides),
         *_sizes(widths[0], first), *_sizes(widths[1], second),
-        *divide(page_size), kv.k.shape[0] * page_size, _step(k_scale), _step(v_scale),
+        *divide(page_size), kv.k.shape[0] * page_size, *_steps(scales),
         slot_mapping.dtype is torch.int64,
     )  # fmt: skip
     launch = _function("write", k.dtype, kv.k.dtype).prepare(
-        (k, v, kv.k, None if v is None else v_pages, slot_mapping, k_scale, v_scale),
+        (k, v, kv.k, None if v is None else v_pages, slot_mapping, *scales),
         fixed,
         1 if v is None else 2,
         max(each.slices for each in made),
     )
-    return _prepared(launch, together, rank * kv.k.itemsize, kv, tensors, layer)
+    return _prepared(launch, together, rank * kv.k.itemsize, kv, scales, layer)
 
 
-def _prepared(launch: Launch, together: int, behind: int, kv: KV, tensors: LayerTensors, layer: Layer) -> _Prepared:
-    scales = _scale_facts(kv, tensors, layer) if kv.k.dtype.itemsize == 1 else ()
-    k_ref, v_ref = ref(kv.k), _nothing if kv.v is None else ref(kv.v)
-    return _Prepared(launch, together, k_ref, v_ref, behind, scales, layer)
+def _prepared(launch: Launch, together: int, behind: int, kv: KV, scales: Scales, layer: Layer) -> _Prepared:
+    k, v = kv
+    steps = _steps(scales) if k.dtype.itemsize == 1 else ()
+    v_known, v_at = (nothing, 0) if v is None else (ref(v), v.data_ptr())
+    return launch, together, ref(k), v_known, k.data_ptr(), v_at, behind, steps, layer
 
 
-def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
-    """cu_seqlens_k [n + 1] i32 on the device."""
-    return cu_from_lens(segment.seq_lens)
+def prepare_gather(segment: Segment, layer: Layer) -> Packed:
+    """Rows for all keys, and where those of each request start."""
+    return Packed(cu_from_lens(segment.seq_lens), int(segment.host_seq_lens.sum()))
 
 
 def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     """Every request's keys and values in order; rows beyond the last are 0 where host lengths are bounds."""
-    rows, heads, v = int(segment.host_seq_lens.sum()), layer.num_kv_heads, None
-    facts: dict[str, Any] = {"dtype": layer.dtype, "device": kv.k.device}
+    k_pages, v_pages = kv
+    starts, count = segment.prepared
+    heads, v = layer.num_kv_heads, None
+    facts: dict[str, Any] = {"dtype": layer.dtype, "device": k_pages.device}
     if layer.family == "mla":
-        k = torch.empty((rows, layer.latent_dim), **facts)
+        k = torch.empty(count, layer.latent_dim, **facts)  # a tuple of sizes would take 0.3 us more
     else:
-        k = torch.empty((rows, heads, layer.qk_head_dim), **facts)
-        v = None if kv.v is None else torch.empty((rows, heads, layer.v_head_dim), **facts)
-    if not rows:
+        k = torch.empty(count, heads, layer.qk_head_dim, **facts)
+        v = None if v_pages is None else torch.empty(count, heads, layer.v_head_dim, **facts)
+    if not count:
         return KV(k, v)
     table = segment.block_table
     assert table is not None
-    key = id(layer), id(kv.k), kv.v is None, table.stride(0), len(segment.host_seq_lens)
-    known = _gathers.known.get(key)
-    if known is None or not known.serves(kv, tensors, layer):
-        known = _prepare_gather(kv, k, v, segment, layer, tensors)
+    key = id(layer), id(k_pages), v is None, table.stride(), len(segment.host_seq_lens)
+    k_at, v_at = k_pages.data_ptr(), 0 if v_pages is None else v_pages.data_ptr()
+    launch, together, k_known, v_known, k_start, v_start, _, steps, _ = _gathers.known.get(key, UNKNOWN)
+    scales = _scales(kv, tensors, layer) if steps else None
+    same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
+    if not same or (scales and steps != _steps(scales)):
+        scales = _scales(kv, tensors, layer)
+        known = _prepare_gather(kv, k, v, segment, layer, scales)
+        launch, together, *_ = known
         if k.is_cuda:
             _gathers.keep(key, known)
-    launch, together, _, _, _, scales, _ = known
-    k_scale, v_scale = addresses(*_scales(kv, tensors, layer)) if scales else (0, 0)
-    v_pages, v_at = (0, 0) if v is None or kv.v is None else (kv.v.data_ptr(), v.data_ptr())
-    starts = segment.prepared.data_ptr()
+    k_scale, v_scale = addresses(*scales) if scales else (0, 0)
     launch(
-        -(-rows // together), kv.k.data_ptr(), v_pages, k.data_ptr(), v_at, starts, table.data_ptr(), k_scale, v_scale,
-        rows,
+        -(-count // together), k_at, v_at, k.data_ptr(), 0 if v is None else v.data_ptr(), starts.data_ptr(),
+        table.data_ptr(), k_scale, v_scale, count,
     )  # fmt: skip
     return KV(k, v)
 
 
 def _prepare_gather(
-    kv: KV, k: torch.Tensor, v: torch.Tensor | None, segment: Segment, layer: Layer, tensors: LayerTensors
+    kv: KV, k: torch.Tensor, v: torch.Tensor | None, segment: Segment, layer: Layer, scales: Scales
 ) -> _Prepared:
     layout, table = layer.cache_layout, segment.block_table
     assert table is not None
@@ -183,7 +201,6 @@ def _prepare_gather(
     widths = k.shape[-1], 0 if v is None else v.shape[-1]
     first = pages_of(kv.k, "k", layout)
     second = None if kv.v is None else pages_of(kv.v, "v", layout)
-    k_scale, v_scale = _scales(kv, tensors, layer)
     made = [items(heads, width, layer.dtype) for width in widths]
     together = made[0].tokens if v is None else min(each.tokens for each in made)
     fixed = (
@@ -191,33 +208,16 @@ def _prepare_gather(
         *first.strides, *(NOTHING if second is None else second.strides),
         *_sizes(widths[0], first), *_sizes(widths[1], second),
         *divide(kv.k.shape[1] if layout == "strided" else kv.k.shape[3]),
-        table.stride(0), _step(k_scale), _step(v_scale), heads, len(segment.seq_lens),
+        table.stride(0), *_steps(scales), heads, len(segment.seq_lens),
     )  # fmt: skip
-    given = kv.k, kv.v, k, v, segment.prepared, table, k_scale, v_scale
+    given = kv.k, kv.v, k, v, segment.prepared.cu_seqlens_k, table, *scales
     slices = max(each.slices for each in made)
     launch = _function("gather", layer.dtype, kv.k.dtype).prepare(given, fixed, 1 if v is None else 2, slices)
-    return _prepared(launch, together, 0, kv, tensors, layer)
-
-
-def _rows(new: torch.Tensor | None) -> tuple[int, int]:
-    """The strides of tokens and heads; of a dense tensor those that more tokens or heads would have.
-
-    >>> _rows(torch.zeros(1, 1, 8).as_strided((1, 1, 8), (99, 7, 1))), _rows(torch.zeros(2, 3, 8)[:, :2])
-    ((8, 8), (24, 8))
-    """
-    if new is None:
-        return 0, 0
-    if new.is_contiguous():
-        return new.shape[1:].numel(), new.shape[2] if new.dim() == 3 else 0
-    return new.stride(0), new.stride(1) if new.dim() == 3 else 0
+    return _prepared(launch, together, 0, kv, scales, layer)
 
 
 def _sizes(width: int, pages: Pages | None) -> tuple[int, int, int]:
     return (width, 1, 1) if pages is None else (width, pages.packed_offset, pages.packed_column)
-
-
-def _step(scale: torch.Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 def _kernels() -> Iterator[Kernel]:

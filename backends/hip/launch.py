@@ -20,7 +20,7 @@ from portable.ragged import cdiv
 
 THREADS = 256  # of a block: four waves of 64 lanes, eight of half as many
 REMEMBERED = 4096  # prepared launches of a thread: with one more it starts afresh
-CONFIG = "I28sP24x"  # blocks; the rest of grid and block; stream; no attributes: `runtime.Driver`. 64 bytes in all
+CONFIG = "I28sN24x"  # blocks; the rest of grid and block; stream; no attributes: `runtime.Driver`. 64 bytes in all
 
 # launch(x, *values): x blocks, or rows of blocks; addresses of tensors, then numbers
 Launch = Callable[..., None]
@@ -54,8 +54,8 @@ class Function:
     Args:
         file: "cache" for cache.cu.
         name: of the kernel.
-        changing: the arguments that each launch brings, as `struct` writes them: "8Pi" is 8 tensors, then an int;
-            "16s" is 16 bytes of some that are packed already.
+        changing: the arguments that each launch brings, as `struct` writes them: "8Ni" is 8 tensors, then an int;
+            "16s" is 16 bytes of some that are packed already. P, the other form of an address, takes 0.02 us more.
         fixed: those that follow, and stay the same for a prepared launch; a struct in C++ is its members.
         defines: the types and sizes that the source leaves open. Each set of them is compiled on its own, when it is
             first used: all that a source can be compiled to takes seconds, one of them a tenth of a second.
@@ -137,7 +137,7 @@ class Function:
         def launch(x: int, *values: int | bytes) -> None:
             kernel = _emulated(self.file, self.defines, arch)[self.name]
             data = self.layout.pack(*values, *fixed)
-            given = list(struct.unpack_from(f"@{count}P", data))
+            given = list(struct.unpack_from(f"@{count}N", data))
             assert given == addresses(*tensors), "a GPU would get other tensors"
             arguments: list[Any] = list(tensors)
             for _, kind, offset, size in kernel.signature.parameters[count:]:
@@ -172,9 +172,43 @@ def _maker(count: int) -> Callable[..., Launch]:
     return made["make"]  # type: ignore[no-any-return]
 
 
+def nothing() -> None:
+    """In place of a launch, or of a reference to pages."""
+
+
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
     """What a launch takes for tensors."""
     return [0 if each is None else each.data_ptr() for each in tensors]
+
+
+def row_strides(new: torch.Tensor) -> tuple[int, int]:
+    """The strides of tokens and heads; of a dense tensor those that more tokens or heads would have.
+
+    >>> row_strides(torch.zeros(1, 1, 8).as_strided((1, 1, 8), (99, 7, 1))), row_strides(torch.zeros(2, 3, 8)[:, :2])
+    ((8, 8), (24, 8))
+    """
+    if new.is_contiguous():
+        return new.shape[1:].numel(), new.shape[2] if new.dim() == 3 else 0
+    return new.stride(0), new.stride(1) if new.dim() == 3 else 0
+
+
+def floats(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks or scales as the kernels read them; whoever launches holds on to them until then."""
+    return values if values is None or values.dtype is torch.float32 else values.float()
+
+
+def rows_key(new: torch.Tensor) -> object:
+    """What `row_strides` depends on beside the widths that a layer has: of a dense tensor nothing.
+
+    >>> rows_key(torch.zeros(1, 2, 8)), rows_key(torch.zeros(2, 3, 8)[:, :2])
+    (True, (24, 8, 1))
+    """
+    return new.is_contiguous() or new.stride()  # strides take twice the time
+
+
+def scale_step(scale: torch.Tensor | None) -> int:
+    """From a head's scale to the next one's; 0 where they share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from portable.backends.hip.archs import NAMES, on_gpus
-from portable.backends.hip.launch import Function, Launch, Launches, addresses, items
+from portable.backends.hip.launch import Function, Launch, Launches, addresses, floats, items
 from portable.kernel import Kernel, Op
 from portable.ragged import cdiv
 from portable.sets import ANY_SIZE
@@ -22,7 +22,7 @@ _prepared: Launches[tuple[Launch, int]] = Launches()  # beside the launch: block
 @cache
 def _merge(dtype: torch.dtype, parts: int) -> Function:
     fixed = f"iiIiiIiii{4 * parts}I4Ii"
-    return Function("merge", f"merge{parts}", f"{2 * parts + 3}P", fixed, ELEMENT=NAMES[dtype])
+    return Function("merge", f"merge{parts}", f"{2 * parts + 3}N", fixed, ELEMENT=NAMES[dtype])
 
 
 def merge(
@@ -39,6 +39,7 @@ def merge(
         merge(outs[:MOST_PARTS], lses[:MOST_PARTS], None, some, log)
         merge((some, *outs[MOST_PARTS:]), (log, *lses[MOST_PARTS:]), sinks, out, lse)
         return
+    sinks = floats(sinks)
     # where all is dense, the shape says it, in a third of the time that strides take
     key: tuple[Any, ...] = count, lse is None, out.get_device(), out.dtype, out.shape
     dense = out.is_contiguous() and (lse is None or lse.is_contiguous())

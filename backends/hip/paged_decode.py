@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -14,14 +15,26 @@ import numpy.typing as npt
 import torch
 
 from portable.backends.hip.archs import FP8_NAMES, NAMES, on_gpus
-from portable.backends.hip.launch import Function, Launch, Launches, addresses, divide, target_of
+from portable.backends.hip.launch import (
+    Function,
+    Launch,
+    Launches,
+    addresses,
+    divide,
+    floats,
+    nothing,
+    row_strides,
+    rows_key,
+    scale_step,
+    target_of,
+)
 from portable.kernel import FEATURES, KV, GraphLevel, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.ragged import cdiv
 from portable.sets import ANY_SIZE, Sizes, multiple_of
 
 DIVIDE = "iIi"
-STEP = struct.Struct(f"@8Pqi{DIVIDE * 3}")  # what the layers of a step share: table to splits of the kernel's arguments
+STEP = struct.Struct(f"@8Nqi{DIVIDE * 3}")  # what the layers of a step share: table to splits of the kernel's arguments
 LOG2E = 1.4426950408889634
 OPEN = 2**31 - 1  # of a side of the window
 INVARIANT = 512  # keys of a part where results must not depend on the batch
@@ -55,15 +68,9 @@ class Cut:
         return self.threads // self.lanes * self.keys
 
 
-class _Launch(NamedTuple):
-    """A prepared launch, good for the pages and layer that it looks at or holds on to."""
-
-    launch: Launch
-    k: ReferenceType[torch.Tensor]
-    v: ReferenceType[torch.Tensor]
-    layer: Layer
-
-
+# a launch, good for the pages, K's and V's, that it looks at, where they were, and for the layer that it holds on to
+_Launch = tuple[Launch, Callable[[], torch.Tensor | None], Callable[[], torch.Tensor | None], int, int, Layer | None]
+UNKNOWN: _Launch = nothing, nothing, nothing, 0, 0, None  # for no pages
 _launches: Launches[_Launch] = Launches()
 
 
@@ -209,7 +216,7 @@ def defines(
 @cache
 def _function(dtype: torch.dtype, kv_dtype: torch.dtype, cut: Cut, vector: bool, full: bool) -> Function:
     names = defines(dtype, kv_dtype, cut, vector, full)
-    return Function("paged_decode", "attend", f"8P{STEP.size}s", f"6q2Iq2Iq2i{DIVIDE * 4}2i2f2i", **names)
+    return Function("paged_decode", "attend", f"8N{STEP.size}s", f"6q2Iq2Iq2i{DIVIDE * 4}2i2f2i", **names)
 
 
 def attend(
@@ -227,24 +234,24 @@ def attend(
     assert v is not None
     if not q.numel():
         return
-    key: tuple[Any, ...] = id(layer), id(k), made.kind, q.stride(), out.stride(), None if lse is None else lse.stride()
+    k_at, v_at = k.data_ptr(), v.data_ptr()
+    lse_key = None if lse is None else lse.stride()
+    key: tuple[Any, ...] = id(layer), id(k), made.kind, rows_key(q), rows_key(out), lse_key
+    k_scale = v_scale = None
     k_scale_at = v_scale_at = 0
     if made.scaled:
-        k_scale, v_scale = tensors.k_scale, tensors.v_scale
-        if k_scale is not None:
-            k_scale_at, key = k_scale.data_ptr(), (*key, k_scale.shape)
-        if v_scale is not None:
-            v_scale_at, key = v_scale.data_ptr(), (*key, v_scale.shape, None)
-    known = _launches.known.get(key)
-    if known is None or known.k() is not k or known.v() is not v:
-        known = _launch(q, kv, segment, layer, tensors, out, lse)
+        k_scale, v_scale = floats(tensors.k_scale), floats(tensors.v_scale)
+        k_scale_at, v_scale_at = addresses(k_scale, v_scale)
+        key += scale_step(k_scale), scale_step(v_scale)
+    sinks = floats(tensors.sinks) if layer.sinks else None
+    launch, k_known, v_known, k_start, v_start, _ = _launches.known.get(key, UNKNOWN)
+    if k_known() is not k or v_known() is not v or k_start != k_at or v_start != v_at:
+        launch, *_ = known = _launch(q, kv, segment, layer, (k_scale, v_scale, sinks), out, lse)
         if q.is_cuda:
             _launches.keep(key, known)
     same = made.table() is segment.block_table
-    known.launch(
-        made.blocks,
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_scale_at, v_scale_at,
-        tensors.sinks.data_ptr() if layer.sinks and tensors.sinks is not None else 0,
+    launch(
+        made.blocks, q.data_ptr(), k_at, v_at, k_scale_at, v_scale_at, 0 if sinks is None else sinks.data_ptr(),
         out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         made.step if same else _step_of(segment, made.shared, made.numbers),
     )  # fmt: skip
@@ -255,7 +262,7 @@ def _launch(
     kv: KV,
     segment: Segment,
     layer: Layer,
-    tensors: LayerTensors,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],  # K's and V's scales, sinks
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> _Launch:
@@ -270,27 +277,21 @@ def _launch(
     left, right = layer.window
     k_page, k_offset, k_head = k.stride()[:3]
     v_page, v_offset, v_head = v.stride()[:3]
-    k_scale, v_scale = (tensors.k_scale, tensors.v_scale) if made.scaled else (None, None)
-    sinks = tensors.sinks if layer.sinks else None
-    given = q, k, v, k_scale, v_scale, sinks, out, lse, *_of_step(segment, made.shared)
+    given = q, k, v, *factors, out, lse, *_of_step(segment, made.shared)
     fixed = (
-        *q.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+        *row_strides(q), *row_strides(out), *((0, 0) if lse is None else lse.stride()),
         k_page, k_offset, k_head, v_page, v_offset, v_head,
         *widths, *divide(k.shape[1]), *divide(layer.group), *divide(layer.num_kv_heads), *divide(made.row_blocks),
         OPEN if left is None else left, 0 if segment.causal is True else OPEN if right is None else right,
-        factor, softcap, _step(k_scale), _step(v_scale),
+        factor, softcap, scale_step(factors[0]), scale_step(factors[1]),
     )  # fmt: skip
     function = _function(q.dtype, k.dtype, cut, vector, full)
-    return _Launch(function.prepare(given, fixed, threads=cut.threads), ref(k), ref(v), layer)
+    return function.prepare(given, fixed, threads=cut.threads), ref(k), ref(v), k.data_ptr(), v.data_ptr(), layer
 
 
 def _vector(pages: torch.Tensor, vec: int) -> bool:
     """Whether every row starts at a multiple of `vec` elements."""
     return not (pages.data_ptr() % (vec * pages.element_size()) or any(s % vec for s in pages.stride()[:3]))
-
-
-def _step(scale: torch.Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 KERNELS = (

@@ -19,7 +19,7 @@ _collects: Launches[Launch] = Launches()  # by device: all that it takes comes w
 
 @cache
 def _function(name: str) -> Function:
-    changing, fixed = {"refresh": ("3Piq", ""), "advance": ("4Pii", "iIiq"), "collect": ("12P2qiIi10i", "")}[name]
+    changing, fixed = {"refresh": ("3Niq", ""), "advance": ("4Nii", "iIiq"), "collect": ("12N2qiIi10i", "")}[name]
     return Function("refresh", name, changing, fixed)
 
 

@@ -20,7 +20,7 @@ _tables = Tables(lambda unit: 4 * unit * THREADS)  # a thread moves 4 units of a
 
 @cache
 def _function(unit: int) -> Function:
-    return Function("state_copy", "state_copy", "3P", "", UNIT=unit)
+    return Function("state_copy", "state_copy", "3N", "", UNIT=unit)
 
 
 def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu_copies: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def _merge(
     first = tl.program_id(0).to(tl.int64) * TOKENS
     # rows of a tile are (token, head), so that the heads of a token are one run of memory
     row = tl.arange(0, TOKENS * HEADS)
-    token, head = row // HEADS, row % HEADS + tl.program_id(1) * HEADS
+    token, head = row // HEADS, (row % HEADS + tl.program_id(1) * HEADS).to(tl.int64)
     live = (first + token < num_tokens) & (head < num_heads)
     top = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     if sinks is not None:

@@ -144,6 +144,7 @@ def _kernels(target: Target, layer: Layer, segment: Segment, wide: bool) -> tupl
         "PAGE": segment.page_size,
         "WIDE": wide,
         "BLOCK_N": tile.block_n,
+        "PIECES": tile.pieces,
         "PAD_V": padded(layer.kv_lora_rank),
         "ROPE": layer.qk_rope_head_dim,
         "PAD_ROPE": padded(layer.qk_rope_head_dim),

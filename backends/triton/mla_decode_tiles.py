@@ -17,6 +17,7 @@ class Tile:
     block_n: int  # keys
     num_warps: int
     num_stages: int
+    pieces: int = 1  # of the rank
     programs: int = 1
     turns: int = 4  # at most so many times as many items as run at once
     enough: int = 1024
@@ -39,12 +40,27 @@ def rows_of(layer: Layer, max_query_len: int, most: int) -> int:
 # 3.6 compiles them, and leave room for one wave a SIMD beside 16 keys; 16 rows for two.
 AMD = {"gfx90a": (16, 32), "gfx950": (64, 32)}
 AMD_OTHERS = (32, 32)
+# Columns of the rank that a wave of 32 lanes has on RDNA, in products of 16 rows and 16 keys. Where each multiplied
+# 16 queries of all 512 columns, it spilled 2,417 registers on a gfx1100, which holds them twice, and 207 on a gfx1201;
+# with 64 columns a wave, 53 on a gfx1100. float32 has no matrix instruction there: 8 rows beside 16 keys spill 4 when
+# Triton 3.6 compiles them.
+RDNA_COLUMNS = 32
 
 
 def tile_of(target: Target, layer: Layer, max_query_len: int) -> Tile:
     """The tile for this device, layer and query tokens."""
     size = layer.dtype.itemsize
     row = (padded(layer.kv_lora_rank) + padded(layer.qk_rope_head_dim)) * size  # bytes of a key, as it is multiplied
+    if target.matrix == "wmma":
+        side = 16 if size == 2 else 8
+        pieces = max(1, padded(layer.kv_lora_rank) // RDNA_COLUMNS)
+        return Tile(
+            block_m=rows_of(layer, max_query_len, side),
+            block_n=side,
+            num_warps=pieces,
+            num_stages=2 if size == 2 else 1,
+            pieces=pieces,
+        )
     if target.vendor == "amd":
         most, keys = AMD.get(target.arch, AMD_OTHERS) if size == 2 else (16, 16)
         block_m = rows_of(layer, max_query_len, most)

@@ -195,7 +195,8 @@ def attend_kernel(
     row_low = tl.maximum(low, position - left)
 
     columns = tl.arange(0, PAD_K // PACK)
-    at = q + (first_token + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + columns[None, :] * PACK
+    at = q + ((first_token + token).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None]
+    at += columns[None, :] * PACK
     mask = live[:, None] & (columns[None, :] < WIDTH_K // PACK)
     queries = tl.load(at, mask=mask, other=0)
     odd_queries = 0.0

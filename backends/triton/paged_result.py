@@ -51,7 +51,7 @@ def finish(
         most = top
     columns = tl.arange(0, PAD_V)
     total = tl.where(seen[:, None], total / norm[:, None], 0.0)
-    at = out + token.to(tl.int64)[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+    at = out + (token.to(tl.int64) * out_token + head.to(tl.int64) * out_head)[:, None] + columns[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & (columns[None, :] < WIDTH_V))
     if lse is not None:
         found = (most + tl.math.log2(norm)) * LN2

@@ -211,7 +211,7 @@ def attention(
     whole = whole // BLOCK_N * BLOCK_N
 
     q_at = q + tl.cast(query_start, tl.int64) * q_token
-    q_rows = token.to(tl.int64) * q_token + head * q_head
+    q_rows = token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
     main: tl.constexpr = QK_WIDTH if QK_WIDTH < QK_MAIN else QK_MAIN
     v_main: tl.constexpr = V_WIDTH if V_WIDTH < V_MAIN else V_MAIN
     q_tile = _load(q_at, q_rows, inside, main, QK_MAIN, True)
@@ -271,7 +271,7 @@ def attention(
         factor *= tl.load(v_scale + (kv_head if SCALE_HEADS else 0)).to(tl.float32)
     factor = tl.where(empty, 0.0, factor)
     out_at = out + tl.cast(query_start, tl.int64) * out_token
-    at = out_at + (token.to(tl.int64) * out_token + head * out_head)[:, None]
+    at = out_at + (token.to(tl.int64) * out_token + head.to(tl.int64) * out_head)[:, None]
     columns = tl.arange(0, V_MAIN)
     result = (acc * factor[:, None]).to(out.dtype.element_ty)
     tl.store(at + columns[None, :], result, mask=inside[:, None] & (columns[None, :] < v_main))
@@ -283,5 +283,5 @@ def attention(
         logsum = (most + tl.math.log2(total)) * LN2
         if sinks is None:
             logsum = tl.where(empty, float("-inf"), logsum)
-        at = lse + head * lse_head + (tl.cast(query_start, tl.int64) + token) * lse_token
+        at = lse + head.to(tl.int64) * lse_head + (tl.cast(query_start, tl.int64) + token) * lse_token
         tl.store(at, logsum, mask=inside)

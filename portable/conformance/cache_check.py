@@ -16,6 +16,7 @@ from portable.conformance.inputs import (
     build,
     drawn,
     each,
+    given_as,
     guarded,
     numbers,
     put,
@@ -49,7 +50,7 @@ def check_merge(kernel: Kernel, case: Case, device: str) -> None:
             lses[part][:, row] = torch.inf if (part + row) % 2 else -torch.inf
             outs[part][row] = torch.nan
     lses = [strided(part.T, True, device).T if case.strided else part.to(device) for part in lses]
-    sinks = torch.linspace(-1, 2, heads, device=device) if layer.sinks else None
+    sinks = torch.linspace(-1, 2, heads, device=device).to(given_as(case)) if layer.sinks else None
     weights = [part.double().masked_fill(part.isinf(), -torch.inf).exp().T[..., None] for part in lses]
     total = torch.stack(weights).sum(0) + (0 if sinks is None else sinks.double().exp()[:, None])
     want = torch.stack([(w * o.double()).masked_fill(w == 0, 0) for w, o in zip(weights, outs, strict=True)]).sum(0)

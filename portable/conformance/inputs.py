@@ -43,7 +43,7 @@ def build(kernel: Kernel, case: Case, device: str, attempt: int = 0, blank: floa
     layer, normal = case.layer, numbers(case, attempt)
     num_keys, num_queries = sum(s for _, s in case.lens), sum(q for q, _ in case.lens)
     tensors = scales_of(case, device)._replace(
-        sinks=torch.linspace(5, -1, layer.num_heads, device=device) if layer.sinks else None,
+        sinks=torch.linspace(5, -1, layer.num_heads, device=device).to(given_as(case)) if layer.sinks else None,
         alibi=torch.linspace(1, 0.02, layer.num_heads, device=device) if layer.alibi else None,
     )
     shapes = row_shapes(case)
@@ -168,14 +168,18 @@ def drawn(normal: Callable[..., torch.Tensor], count: int, shapes: Shapes) -> KV
     return KV(k, None if v_shape is None else normal(count, *v_shape))
 
 
+def given_as(case: Case) -> torch.dtype:
+    """The type of sinks and scales: bfloat16 is taken too, and gpt-oss has it."""
+    return torch.bfloat16 if case.strided or case.pages == "hnd" else torch.float32
+
+
 def scales_of(case: Case, device: str) -> LayerTensors:
     """Powers of two, so that every way to divide or multiply by them gives the same bytes."""
     if case.scales == "none":
         return LayerTensors()
-    if case.scales == "scalar":
-        return LayerTensors(k_scale=torch.tensor(0.25, device=device), v_scale=torch.tensor(4.0, device=device))
     head = torch.arange(case.layer.num_kv_heads, device=device) % 3
-    return LayerTensors(k_scale=0.5 ** (head + 1), v_scale=2.0 ** (head + 1))
+    k, v = (0.5 ** (head + 1), 2.0 ** (head + 1)) if case.scales == "head" else (torch.tensor(0.25), torch.tensor(4.0))
+    return LayerTensors(k_scale=k.to(device, given_as(case)), v_scale=v.to(device, given_as(case)))
 
 
 def as_stored(layer: Layer, rows: KV, tensors: LayerTensors) -> KV:
