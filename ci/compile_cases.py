@@ -188,6 +188,7 @@ def hopper_chunk_kernel() -> Kernel:
 
 
 HOPPER = ("sm90",) if prefill_hopper.KERNELS else ()  # a Triton without Gluon has none
+RDNA = ("gfx1100", "gfx1201")
 
 FEW = ("sm80", "sm90", "sm100")
 RARE = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm90")  # for layers that few models have
@@ -239,6 +240,8 @@ CASES: dict[str, Case] = {
     "mla decode 16 heads fp8": latent(mla_decode, 1, 64, num_heads=16, kv_dtype="fp8"),
     "mla decode 128 heads": latent(mla_decode, 1, 64, num_heads=128),
     "mla decode 16 heads float32": latent(mla_decode, 1, 64, num_heads=16, dtype=torch.float32),
+    "mla decode rank 32 float32": latent(mla_decode, 1, 64, RDNA, num_heads=16, kv_lora_rank=32, dtype=torch.float32),
+    "mla decode rank 32 fp8 page 1": latent(mla_decode, 1, 1, RDNA, num_heads=16, kv_lora_rank=32, kv_dtype="fp8"),
     "mla verify 4 16 heads": latent(mla_decode, 4, 16, num_heads=16),
     "hopper mla decode 16 heads": latent(mla_decode_hopper, 1, 64, HOPPER, num_heads=16),
     "hopper mla verify 4 128 heads": latent(mla_decode_hopper, 4, 16, HOPPER, num_heads=128),

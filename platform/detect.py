@@ -113,12 +113,14 @@ def reserved() -> frozenset[str]:
 def nearest(arch: str) -> str | None:
     """The listed architecture that a name is a product of, or is spelled most like; None where none is near.
 
-    >>> nearest("gfx943"), nearest("H100"), nearest("?")
-    ('gfx942', 'sm90', None)
+    >>> nearest("gfx943"), nearest("H100"), nearest("mi300"), nearest("rtx4090"), nearest("?")
+    ('gfx942', 'sm90', 'gfx942', 'sm89', None)
     """
     known = vendors().values()
+    names = {product.lower(): each.arch for vendor in known for product, each in vendor.PRODUCTS.items()}
+    names |= {each: each for vendor in known for each in vendor.ARCHS}
     named = [product.arch for vendor in known for product in vendor.PRODUCTS.values() if product.named(arch)]
-    alike = get_close_matches(arch, [each for vendor in known for each in vendor.ARCHS], 1)
+    alike = [names[each] for each in get_close_matches(arch.lower(), names, 1)]
     return next(iter(named + alike), None)
 
 

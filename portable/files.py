@@ -20,7 +20,7 @@ def write_whole(path: Path, text: str) -> None:
     mode = path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask()
     try:
         handle, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    except PermissionError:
+    except (PermissionError, FileNotFoundError):  # the latter names the file that was asked for
         path.write_text(text, encoding="utf-8")
         return
     try:

@@ -117,7 +117,7 @@ class MambaSlot:
         plan = self.plan
         assert plan is not None
         check_conv(self.layer, plan, x, weight, bias, pool, out)
-        made = _result(out, plan, x)
+        made = _result(out, plan, (x,))
         x, bias = rows(x), flat(bias)
         _blank(plan, made)
         for states in (plan.decode, plan.prefill):
@@ -142,7 +142,7 @@ class MambaSlot:
         given = rows(x), dt, rows(b), rows(c), None if z is None else rows(z)
         a = tensors.a if tensors.a.is_contiguous() else tensors.a.contiguous()
         tensors = tensors._replace(a=a, d=flat(tensors.d), dt_bias=flat(tensors.dt_bias))
-        made = _result(out, plan, x, dt, b, c, z)
+        made = _result(out, plan, (x, z), (dt, b, c))
         _blank(plan, made)
         for kernel, states in ((self.update, plan.decode), (self.prefill, plan.prefill)):
             if states is not None:
@@ -164,18 +164,35 @@ def few(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_draft": options["num_draft"], "num_accepted": options["num_accepted"]}
 
 
-def _result(out: torch.Tensor, plan: MambaPlan, *given: torch.Tensor | None) -> torch.Tensor:
-    """`out`, or a tensor of its shape for kernels to write.
+def _result(
+    out: torch.Tensor,
+    plan: MambaPlan,
+    own: tuple[torch.Tensor | None, ...],
+    shared: tuple[torch.Tensor, ...] = (),
+) -> torch.Tensor:
+    """`out`, or a tensor of its shape for kernels to write: where its rows' elements lie apart, or others read it.
 
-    Where the elements of its rows lie apart, and where its memory is read by others than who writes it: of prompts, and
-    wherever it is not an input itself.
+    Args:
+        own: inputs whose row is read by who writes that of `out`, except for prompts: `out` may be one of them.
+        shared: inputs that are read by more than one.
     """
-    memory, whole = out.untyped_storage().data_ptr(), out.stride(-1) == 1 or out.shape[-1] == 1
-    for each in given:
-        if each is not None and each.untyped_storage().data_ptr() == memory:
+    start, end = _memory(out)
+    fits = out.stride(-1) == 1 or out.shape[-1] == 1
+    for each in (*own, *shared):
+        if each is None or not fits:
+            continue
+        low, high = _memory(each)
+        if low < end and start < high:
             same = each.data_ptr() == out.data_ptr() and each.stride() == out.stride()
-            whole = whole and same and plan.prefill is None
-    return out if whole else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            fits = same and plan.prefill is None and any(each is one for one in own)
+    return out if fits else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory that a tensor is part of starts and ends."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 def _blank(plan: MambaPlan, out: torch.Tensor) -> None:

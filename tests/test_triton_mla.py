@@ -112,14 +112,14 @@ def test_deepseeks_widths(arch, heads, lens, fp8):
         contract.check(KERNEL, case, "cpu")
 
 
-@pytest.mark.parametrize("rank", [512, 80, 16])
+@pytest.mark.parametrize("rank", [512, 448, 80, 40, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rdnas_pieces_of_the_rank(rank, dtype, fp8, monkeypatch):
     """No RDNA device is emulated: here its tiles run on a gfx942."""
     layer = Layer.mla(num_heads=16, kv_lora_rank=rank, dtype=dtype, kv_dtype=torch.float8_e4m3fnuz if fp8 else dtype)
     tile = mla_decode_tiles.tile_of(portable.describe("gfx1100"), layer, 1)
-    assert tile.pieces == tile.num_warps == {512: 16, 80: 4, 16: 1}[rank]
+    assert tile.pieces == tile.num_warps == {512: 16, 448: 16, 80: 4, 40: 4, 16: 1}[rank]
     monkeypatch.setattr(mla_decode, "tile_of", lambda *_: tile)
     case = cells.Case(
         op=Op.MLA_DECODE, layer=layer, lens=((1, 70), (2, 33)), page_size=16, scales="scalar" if fp8 else "none"

@@ -38,13 +38,14 @@ _Prepared = tuple[  # a NamedTuple would take 0.03 us more to unpack
     int,  # tokens of a block
     Callable[[], torch.Tensor | None],  # K's pages, and V's: a tensor's id, and an address, may have come to others
     Callable[[], torch.Tensor | None],
-    int,  # where those start: pages that grow in place move
+    int,  # where those start: pages that are given other memory have changed in place
     int,
+    int,  # elements of K's, which may grow where they are
     int,  # bytes from the first part of a row of MLA's that is written in two to the second
     tuple[int, ...],  # steps of K's and V's scales, where the cache has them
     Layer | None,  # held, so that its id is no other's
 ]
-UNKNOWN: _Prepared = nothing, 1, nothing, nothing, 0, 0, 0, (), None  # for no pages
+UNKNOWN: _Prepared = nothing, 1, nothing, nothing, 0, 0, 0, 0, (), None  # for no pages
 _writes: Launches[_Prepared] = Launches()
 _gathers: Launches[_Prepared] = Launches()
 
@@ -78,13 +79,13 @@ def write(
     k_pages, v_pages = kv
     k_at, v_at = k_pages.data_ptr(), 0 if v_pages is None else v_pages.data_ptr()
     key = id(layer), id(k_pages), rows_key(k), None if v is None else rows_key(v), slot_mapping.dtype
-    launch, together, k_known, v_known, k_start, v_start, behind, steps, _ = _writes.known.get(key, UNKNOWN)
+    launch, together, k_known, v_known, k_start, v_start, elements, behind, steps, _ = _writes.known.get(key, UNKNOWN)
     scales = _scales(kv, tensors, layer) if steps else None
     same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
-    if not same or (scales and steps != _steps(scales)):
+    if not same or elements != k_pages.numel() or (scales and steps != _steps(scales)):
         scales = _scales(kv, tensors, layer)
         known = _prepare_write(k, v, kv, slot_mapping, layer, scales)
-        launch, together, _, _, _, _, behind, _, _ = known
+        launch, together, _, _, _, _, _, behind, _, _ = known
         if k.is_cuda:
             _writes.keep(key, known)
     tokens = slot_mapping.numel()
@@ -150,7 +151,7 @@ def _prepared(launch: Launch, together: int, behind: int, kv: KV, scales: Scales
     k, v = kv
     steps = _steps(scales) if k.dtype.itemsize == 1 else ()
     v_known, v_at = (nothing, 0) if v is None else (ref(v), v.data_ptr())
-    return launch, together, ref(k), v_known, k.data_ptr(), v_at, behind, steps, layer
+    return launch, together, ref(k), v_known, k.data_ptr(), v_at, k.numel(), behind, steps, layer
 
 
 def prepare_gather(segment: Segment, layer: Layer) -> Packed:
@@ -175,7 +176,7 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     assert table is not None
     key = id(layer), id(k_pages), v is None, table.stride(), len(segment.host_seq_lens)
     k_at, v_at = k_pages.data_ptr(), 0 if v_pages is None else v_pages.data_ptr()
-    launch, together, k_known, v_known, k_start, v_start, _, steps, _ = _gathers.known.get(key, UNKNOWN)
+    launch, together, k_known, v_known, k_start, v_start, _, _, steps, _ = _gathers.known.get(key, UNKNOWN)
     scales = _scales(kv, tensors, layer) if steps else None
     same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
     if not same or (scales and steps != _steps(scales)):

@@ -68,7 +68,7 @@ def _write_rows(
     slot = tl.where(live, slot, 0)
     column = tl.arange(0, BLOCK)
     inside = live[:, None] & (column < WIDTH)[None, :]
-    source = token.to(tl.int64) * new_token + head * new_head
+    source = token.to(tl.int64) * new_token + head.to(tl.int64) * new_head
     value = tl.load(new + source[:, None] + column[None, :], inside, 0.0)
     if FP8 is not None:
         value = value.to(tl.float32)

@@ -98,7 +98,7 @@ def attend_mla_kernel(
     row_high = tl.where(live, row_high, 0)
 
     columns, rope_columns = tl.arange(0, PAD_V), tl.arange(0, PAD_ROPE)
-    at = q + ((first_token + token).to(tl.int64) * q_token + head * q_head)[:, None]
+    at = q + ((first_token + token).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None]
     latent_queries = tl.load(at + columns[None, :], mask=live[:, None] & (columns[None, :] < RANK), other=0)
     at += RANK + rope_columns[None, :]
     rope_queries = tl.load(at, mask=live[:, None] & (rope_columns[None, :] < ROPE), other=0)

@@ -53,7 +53,8 @@ def tile_of(target: Target, layer: Layer, max_query_len: int) -> Tile:
     row = (padded(layer.kv_lora_rank) + padded(layer.qk_rope_head_dim)) * size  # bytes of a key, as it is multiplied
     if target.matrix == "wmma":
         side = 16 if size == 2 else 8
-        pieces = max(1, padded(layer.kv_lora_rank) // RDNA_COLUMNS)
+        rank = padded(layer.kv_lora_rank)
+        pieces = max(1, rank // (RDNA_COLUMNS if rank > 64 else 16))
         return Tile(
             block_m=rows_of(layer, max_query_len, side),
             block_n=side,

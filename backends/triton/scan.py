@@ -72,9 +72,9 @@ def scan_chunks(
     state, length = tl.zeros([BLOCK, CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     for place in range(tl.load(cu_chunks + chunk), tl.load(cu_chunks + chunk + 1)):
         token = tl.cast(place, tl.int64)
-        step = tl.load(dt + token * dt_strides[0] + channel * dt_strides[1], live, 0.0).to(tl.float32)
+        step = tl.load(dt + token * dt_strides[0] + channel.to(tl.int64) * dt_strides[1], live, 0.0).to(tl.float32)
         step = tl.where(live, ssm.step_size(step, bias, low, high, SOFTPLUS), 0.0)
-        value = tl.load(x + token * x_strides[0] + channel * x_strides[1], live, 0.0).to(tl.float32)
+        value = tl.load(x + token * x_strides[0] + channel.to(tl.int64) * x_strides[1], live, 0.0).to(tl.float32)
         to = tl.load(b + token * b_strides[0] + n, inside, 0.0).to(tl.float32)
         state = state * tl.exp2(rate * step[None, :]) + to[:, None] * (step * value)[None, :]
         length += step
@@ -109,7 +109,7 @@ def scan_pass(
     last, chunk = tl.load(last_chunks + request), first_chunk(last_chunks, request, 256)
     slot = tl.load(initial_indices + request)
     has = (tl.load(has_initial + request) != 0) & ssm.is_slot(slot, pad_slot) & (last >= 0)
-    in_pool = channel[None, :] * pool_strides[1] + n[:, None]
+    in_pool = channel.to(tl.int64)[None, :] * pool_strides[1] + n[:, None]
     state = tl.load(pool + slot.to(tl.int64) * pool_strides[0] + in_pool, live & has, 0.0).to(tl.float32)
     at = local + chunk.to(tl.int64) * num_channels * DIM + n[:, None] * num_channels + channel[None, :]
     length_at = lengths + chunk.to(tl.int64) * num_channels + channel
@@ -172,17 +172,17 @@ def scan_tokens(
     state = tl.load(at, inside[:, None] & live[None, :], 0.0)
     for place in range(tl.load(cu_chunks + chunk), tl.load(cu_chunks + chunk + 1)):
         token = tl.cast(place, tl.int64)
-        step = tl.load(dt + token * dt_strides[0] + channel * dt_strides[1], live, 0.0).to(tl.float32)
+        step = tl.load(dt + token * dt_strides[0] + channel.to(tl.int64) * dt_strides[1], live, 0.0).to(tl.float32)
         step = ssm.step_size(step, bias, low, high, SOFTPLUS)
-        value = tl.load(x + token * x_strides[0] + channel * x_strides[1], live, 0.0).to(tl.float32)
+        value = tl.load(x + token * x_strides[0] + channel.to(tl.int64) * x_strides[1], live, 0.0).to(tl.float32)
         to = tl.load(b + token * b_strides[0] + n, inside, 0.0).to(tl.float32)
         back = tl.load(c + token * c_strides[0] + n, inside, 0.0).to(tl.float32)
         state = state * tl.exp2(rate * step[None, :]) + to[:, None] * (step * value)[None, :]
         result = tl.sum(state * back[:, None], 0) + skip * value
         if z is not None:
-            gate = tl.load(z + token * z_strides[0] + channel * z_strides[1], live, 0.0).to(tl.float32)
+            gate = tl.load(z + token * z_strides[0] + channel.to(tl.int64) * z_strides[1], live, 0.0).to(tl.float32)
             result *= ssm.silu(gate)
-        to_out = out + token * out_strides[0] + channel * out_strides[1]
+        to_out = out + token * out_strides[0] + channel.to(tl.int64) * out_strides[1]
         tl.store(to_out, result.to(out.dtype.element_ty), live)
 
 

@@ -25,7 +25,7 @@ def _steps(
 ):  # fmt: skip
     token = tl.arange(0, CHUNK)
     known = (token < count)[:, None] & live[None, :]
-    at = (first + token).to(tl.int64)[:, None] * dt_strides[0] + head[None, :] * dt_strides[1]
+    at = (first + token).to(tl.int64)[:, None] * dt_strides[0] + head.to(tl.int64)[None, :] * dt_strides[1]
     step = tl.load(dt + at, known, 0.0).to(tl.float32)
     bias = tl.zeros(head.shape, tl.float32)
     if dt_bias is not None:
@@ -130,8 +130,8 @@ def ssd_chunk_states(
     count = tl.load(cu_chunks + chunk + 1) - first
     steps += head.to(tl.int64) * row_stride + first
     sums += head.to(tl.int64) * row_stride + first
-    x += first.to(tl.int64) * x_strides[0] + head * x_strides[1]
-    b += first.to(tl.int64) * b_strides[0] + head // HEADS_PER_GROUP * b_strides[1]
+    x += first.to(tl.int64) * x_strides[0] + head.to(tl.int64) * x_strides[1]
+    b += first.to(tl.int64) * b_strides[0] + (head // HEADS_PER_GROUP).to(tl.int64) * b_strides[1]
     last = tl.load(sums + count - 1)
     total = tl.zeros([BLOCK_N, BLOCK_P], tl.float32)
     for start in range(0, count, TOKENS):
@@ -182,7 +182,7 @@ def ssd_pass(
     chunk = first_chunk(last_chunks, request, 256)
     slot = tl.load(initial_indices + request)
     has = (tl.load(has_initial + request) != 0) & ssm.is_slot(slot, pad_slot) & (last >= 0)
-    in_pool = head * pool_strides[1] + p[None, :] * pool_strides[2] + n[:, None]
+    in_pool = head.to(tl.int64) * pool_strides[1] + p[None, :] * pool_strides[2] + n[:, None]
     state = tl.load(pool + slot.to(tl.int64) * pool_strides[0] + in_pool, live & has, 0.0).to(tl.float32)
     inside = n[:, None] * WIDTH + p[None, :]
     step = num_heads * (DIM * WIDTH)
@@ -244,17 +244,17 @@ def ssd_scan(
     count = tl.load(cu_chunks + chunk + 1) - first
     steps += head.to(tl.int64) * row_stride + first
     sums += head.to(tl.int64) * row_stride + first
-    x += first.to(tl.int64) * x_strides[0] + head * x_strides[1]
+    x += first.to(tl.int64) * x_strides[0] + head.to(tl.int64) * x_strides[1]
     b += first.to(tl.int64) * b_strides[0] + group * b_strides[1]
     c += first.to(tl.int64) * c_strides[0] + group * c_strides[1]
-    out += first.to(tl.int64) * out_strides[0] + head * out_strides[1]
+    out += first.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
     products += (chunk * GROUPS + group).to(tl.int64) * (BLOCKS * ROWS * ROWS)
     before += (chunk.to(tl.int64) * num_heads + head) * (DIM * WIDTH)
     skip = 0.0
     if d is not None:
         skip = tl.load(d + head).to(tl.float32)
     if z is not None:
-        z += first.to(tl.int64) * z_strides[0] + head * z_strides[1]
+        z += first.to(tl.int64) * z_strides[0] + head.to(tl.int64) * z_strides[1]
     state = tl.load(before + n[:, None] * WIDTH + p[None, :], deep[:, None] & wide, 0.0).to(tl.float32)
     base = 0.0  # the sum in front of a block
     for begin in range(0, count, ROWS):

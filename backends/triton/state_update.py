@@ -83,7 +83,8 @@ def _state_update(
     first = tl.load(cu_seqlens_q + request)
     count = tl.load(cu_seqlens_q + request + 1) - first
     slot = tl.load(initial_indices + request)
-    at = head[:, None] * pool_strides[1] + row[:, None] * pool_strides[2] + column[None, :]
+    wide = head.to(tl.int64)
+    at = wide[:, None] * pool_strides[1] + row[:, None] * pool_strides[2] + column[None, :]
     has = ssm.is_slot(slot, pad_slot) & (count > 0)
     state = tl.load(pool + slot.to(tl.int64) * pool_strides[0] + at, whole & has, 0.0).to(tl.float32)
     if CHANNELS:
@@ -94,17 +95,17 @@ def _state_update(
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + head, live, 0.0).to(tl.float32)
     for j in range(tl.minimum(count, 1) if ONE else count):
         token = (first + j).to(tl.int64)
-        step = tl.load(dt + token * dt_strides[0] + head * dt_strides[1], live, 0.0).to(tl.float32)
+        step = tl.load(dt + token * dt_strides[0] + wide * dt_strides[1], live, 0.0).to(tl.float32)
         step = ssm.step_size(step, bias, low, high, SOFTPLUS)
-        value = tl.load(x + token * x_strides[0] + head * x_strides[1] + row, live, 0.0).to(tl.float32)
+        value = tl.load(x + token * x_strides[0] + wide * x_strides[1] + row, live, 0.0).to(tl.float32)
         to = tl.load(b + token * b_strides[0] + group * b_strides[1] + column, inside, 0.0).to(tl.float32)
         back = tl.load(c + token * c_strides[0] + group * c_strides[1] + column, inside, 0.0).to(tl.float32)
         state = state * ssm.exp(step[:, None] * rate) + (step * value)[:, None] * to[None, :]
         result = tl.sum(state * back[None, :], 1) + skip * value
         if z is not None:
-            gate = tl.load(z + token * z_strides[0] + head * z_strides[1] + row, live, 0.0).to(tl.float32)
+            gate = tl.load(z + token * z_strides[0] + wide * z_strides[1] + row, live, 0.0).to(tl.float32)
             result *= ssm.silu(gate)
-        at_out = out + token * out_strides[0] + head * out_strides[1] + row
+        at_out = out + token * out_strides[0] + wide * out_strides[1] + row
         tl.store(at_out, result.to(out.dtype.element_ty), live)
         go = tl.load(state_indices + request * indices_stride + j)
         if ssm.is_slot(go, pad_slot):
