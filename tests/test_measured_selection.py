@@ -18,8 +18,8 @@ RECORDS = {"H100": "mla-sm90.json", "H200": "mla-sm90-h200.json"}
 ALWAYS = {"torch": "2.11.0", "triton": "3.6.0"}
 FA3, FLASH_MLA = {"flash_attn_3": "3.0.0b1"}, {"flash_mla": "1.0.0"}
 UNTIMED = {("H200", "H64 q1 page64 b256 4096", "flash_attn_3.mla_decode")}  # a graph found no memory
-# where vLLM's own call of an operator ("fa3", "flash_mla") takes over 3 % less than what is chosen here: by how much. With
-# 128 heads FA3 reads pages whole then, NaN behind the last token too; with 16 its schedule is of one step, made ahead
+# where vLLM's own call of an operator ("fa3", "flash_mla") takes over 3 % less than what is chosen here: by how much.
+# With 128 heads FA3 then reads pages whole, NaN behind the last token too; with 16 its schedule was made ahead
 BEHIND_BARE_CALLS = {
     "H100": {
         "H16 b1 8192": 1.061,
