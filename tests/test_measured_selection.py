@@ -99,3 +99,20 @@ def test_rows_where_an_engines_own_call_is_more_than_3_percent_faster_are_known(
             if ratio > 1.03:
                 behind[name] = round(ratio, 3)
     assert behind == BEHIND_BARE_CALLS[product] and compared == 18
+
+
+def test_no_decode_takes_more_than_3_percent_more_than_flash_attention_3():
+    """All but fp8 caches, which FA3 takes beside queries in fp8 alone."""
+    rows = json.loads((RESULTS / "attention-sm90.json").read_text(encoding="utf-8"))["rows"]
+    kinds = ("D1", "D2", "D3", "ragged", "equal", "verify", "bf16", "sinks")
+    ratios = {
+        name: row["contestants"]["portable triton.paged"]["us"] / row["contestants"]["fa3"]["us"]
+        for name, row in rows.items()
+        if name.startswith(kinds)
+    }
+    assert len(ratios) == 49 and max(ratios.values()) < 1.03 and min(ratios.values()) < 0.4
+    needs = Needs(page_size=16, query_len=8, seq_len=8192, reqs=64)
+    layer = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
+    packages = ALWAYS | {"vllm": "0.33.0"}
+    found = select(Op.PAGED, describe("sm90"), layer, needs, None, packages, load_kernels())
+    assert found.kernel.name == "triton.paged"

@@ -124,13 +124,14 @@ def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
         ("sm90", PREFILL, FA3, "flash_attn_3.varlen"),
         ("sm90", PREFILL, VLLM, "vllm_flash_attn_3.varlen"),
         ("sm90", PREFILL, FA3 | FA2, "flash_attn_3.varlen"),
-        # On an H100 torch's own flash attention takes 2.0 to 2.4 times the time of Triton's kernel for Hopper, and 1.5
-        # times that of the portable one (ci/results/attention-sm90.json, P1), so it comes behind both.
+        # On an H100 torch's own flash attention takes 2.1 to 2.4 times the time of Triton's kernel for Hopper, and 1.4
+        # to 1.7 times that of the portable one (ci/results/attention-sm90.json, P1), so it comes behind both.
         ("sm90", PREFILL, {}, "triton.prefill_hopper"),
-        # FA3 and Triton are within 3 % of each other from 8 requests of 8k on; so the vendor's comes first.
-        ("sm90", DECODE, FA3, "flash_attn_3.decode"),
-        ("sm90", DECODE, VLLM, "vllm_flash_attn_3.decode"),
-        ("sm90", VERIFY, FA3, "flash_attn_3.paged"),
+        # by what was measured: Triton is nowhere more than 3 % behind FA3, and far ahead for few requests and sinks
+        ("sm90", DECODE, FA3, "triton.paged"),
+        ("sm90", DECODE, VLLM, "triton.paged"),
+        ("sm90", VERIFY, FA3, "triton.paged"),
+        ("sm90", with_needs(DECODE, query_len=16), FA3, "flash_attn_3.paged"),
         ("sm90", DECODE, {}, "triton.paged"),
         ("sm90", with_layer(DECODE, alibi=True), FA3, "triton.paged"),
         ("sm90", MLA_PREFILL, FA3, "flash_attn_3.varlen_192_128"),
@@ -179,7 +180,7 @@ def test_a_cpu_has_torch() -> None:
         ("--arch gfx942", FA2, {"prefill": "flash_attn", "paged decode": "triton"}),
         ("--arch gfx942 --page-size 128", FA2, {"prefill": "flash_attn", "paged decode": "flash_attn"}),
         ("--arch gfx950", {}, {"prefill": "triton", "paged decode": "triton", "cache_write": "triton"}),
-        ("--arch sm90", FA3, {"prefill": "flash_attn", "paged decode": "flash_attn"}),
+        ("--arch sm90", FA3, {"prefill": "flash_attn", "paged decode": "triton", "paged extend": "flash_attn"}),
         ("--arch sm90 --mla --page-size 64", FA3, {"mla_decode decode": "triton", "prefill": "flash_attn"}),
         ("--arch sm90", {}, {"prefill": "triton", "paged decode": "triton"}),
         ("--arch sm90 --without triton", {}, {"prefill": "torch"}),
