@@ -84,6 +84,7 @@ class Explanation:
         yield f"target  {spell_target(self.target)}"
         pages = "" if self.layer.family in ("mamba1", "mamba2") else f", page_size {self.page_size}"
         yield f"layer   {spell_layer(self.layer)}{pages}"
+        yield from (f"note    {note}" for note in self.notes)
         for first, phases in _merged(self.rows, self.elsewhere):
             yield ""
             phase = f" ({', '.join(phases)})" if any(phases) else ""
@@ -100,9 +101,6 @@ class Explanation:
             yield ""
             yield f"graphs: {self.level.name}"
             yield from (f"    {level}" for level in self.levels)
-        if self.notes:
-            yield ""
-            yield from (f"note: {note}" for note in self.notes)
 
 
 def explain(

@@ -21,7 +21,7 @@ from portable.layer import UnsupportedError
 from portable.lengths import Int32
 from portable.mirror import NOTHING, Entries, Mirror, check_reach
 from portable.padding import write_cu
-from portable.platform.graphs import captured, plain
+from portable.platform.graphs import captured, capturing, plain
 from portable.ragged import cdiv
 from portable.sizes import Size
 from portable.staging import Field, Staging
@@ -283,12 +283,13 @@ class Persistent:
     def _capture(self, step: Step, place: Kernel) -> None:
         """What brings later steps of a size; of this one, whose block is there, the pages alone."""
         self._place(place)
-        work = [partial(self._bring, step.bytes, turn.bytes, place) for turn in step.turns]
+        work = [partial(self._bring, step, turn, place) for turn in (0, 1)]
         step.bring[:] = [captured(each, self.device) for each in work]
 
-    def _bring(self, to: torch.Tensor, come: torch.Tensor, place: Kernel) -> None:
-        self.staging.copy(to, come)
-        self._place(place)
+    def _bring(self, step: Step, turn: int, place: Kernel) -> None:
+        self.staging.copy(step.bytes, step.turns[turn].bytes)
+        if self._count[turn] or capturing(self.device):  # a graph is replayed for steps with entries too
+            self._place(place)
 
     def _place(self, place: Kernel) -> None:
         """Entries that came with a step into the table; on the device."""

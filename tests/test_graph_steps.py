@@ -158,12 +158,15 @@ def test_metadata_in_new_memory_at_each_step_is_noticed(kernels, monkeypatch):
 
 
 def test_lengths_and_slots_that_are_not_refreshed_are_noticed(kernels, monkeypatch):
-    monkeypatch.setattr(Persistent, "_bring", lambda self, to, come, place: self._place(place))
+    monkeypatch.setattr(Persistent, "_bring", lambda self, step, turn, place: self._place(place))
     fails("full")
 
 
 def test_pages_that_are_not_refreshed_are_noticed(kernels, monkeypatch):
-    monkeypatch.setattr(Persistent, "_bring", lambda self, to, come, place: self.staging.copy(to, come))
+    def copied(self, step, turn, place):
+        self.staging.copy(step.bytes, step.turns[turn].bytes)
+
+    monkeypatch.setattr(Persistent, "_bring", copied)
     fails("full")
 
 

@@ -37,7 +37,7 @@ def test_the_page_works_line_by_line_in_a_fresh_environment(tmp_path):
         "python -m pip uninstall -q -y setuptools || true",  # Python 3.11's venv has one that is too old
         f"python -m pip install -q --no-deps --ignore-installed {wheel}",
         "cp base.pth afternoon/lib/python3*/site-packages/",
-        *rest,
+        *(line.replace("CHECKOUT", str(wheel)) for line in rest),
     ]
     (tmp_path / "page.sh").write_text("\n".join(script) + "\n")
     offline = dict(PIP_NO_INDEX="1", PIP_NO_BUILD_ISOLATION="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_COMPILE="1")
