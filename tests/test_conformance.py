@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from portable import cli
 from portable.attention import load_kernels
@@ -319,6 +320,7 @@ def test_a_captured_call_leaves_what_one_call_leaves(op, monkeypatch):
 PYTEST = """
 from dataclasses import replace
 import pytest
+import torch
 from portable.backends.reference import KERNELS
 from portable.conformance import command
 
@@ -361,3 +363,16 @@ def test_an_emulated_device_runs_the_kit(tmp_path):
     found = report_of(tmp_path)
     assert found["proof"] == "emulated" and found["target"]["arch"] == "gfx942"
     assert {cell["proof"] for kernel in found["kernels"] for cell in kernel["cells"]} == {"emulated"}
+
+
+def test_the_law_of_a_second_device_asks_the_contract_there(monkeypatch):
+    """No record is of a machine with two: here one is counted, and what would run there is written down."""
+    kernel = next(kernel for kernel in load_kernels() if kernel.name == "triton.merge")
+    target = replace(describe("sm90"), index=0, device="cuda:0")
+    case, asked = next(cells.cases(kernel, target)), []
+    monkeypatch.setattr(laws.contract, "check", lambda kernel, case, device: asked.append(device) or set())
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert laws.asked(laws.Law.DEVICE, kernel, case, target) == "this machine has one device"
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert laws.asked(laws.Law.DEVICE, kernel, case, target) == (case, ())
+    assert laws.check(laws.Law.DEVICE, kernel, case, target) == set() and asked == ["cuda:1"]
