@@ -127,7 +127,10 @@ def decoded(kernels: list[Kernel], device: torch.device, work: Workload) -> dict
 
 
 def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of a write, a gather and a merge of so many tokens, and a decode of as many requests of 64 keys."""
+    """(name, call) of a write, a gather and a merge of so many tokens, and what as many requests of 64 keys take.
+
+    That is a decode, copies of two states each, new pages in a table, a step more, and an engine's table brought.
+    """
     bf16: Any = {"dtype": torch.bfloat16, "device": device}
     work = work_of(LAYER, tokens, 64)
     problem = build(work, Pool(device, [work]))
@@ -138,6 +141,16 @@ def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[
     lses = [torch.randn(LAYER.num_heads, tokens, device=device) for _ in range(3)]
     few = work_of(LAYER, 1, tokens)
     gathered = build(few, Pool(device, [few]))
+    states = [torch.zeros(2 * tokens, LAYER.num_kv_heads, LAYER.qk_head_dim, **bf16) for _ in range(2)]
+    pairs = torch.arange(2 * tokens, device=device).view(2, tokens).T.contiguous()
+    lens = torch.full((tokens,), 63, dtype=torch.int32, device=device)
+    table = torch.zeros(tokens, 8, dtype=torch.int32, device=device)
+    step = {
+        Op.STATE_COPY: ([states], pairs, torch.tensor([0, tokens], dtype=torch.int32, device=device)),
+        Op.REFRESH: (slots, lens, table.view(-1)),
+        Op.ADVANCE: (lens, table, slots.clone(), slots.clone(), 16, 64),
+        Op.COLLECT: (table, None, None, table.clone(), 0),
+    }
     for kernel in kernels:
         if kernel.caps.op is Op.CACHE_WRITE:
             yield kernel.name, partial(kernel.run, k, v, kv, slots, LAYER, LayerTensors())
@@ -147,6 +160,8 @@ def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[
             yield kernel.name, partial(kernel.run, parts[1:], lses[1:], None, parts[0], lses[0])
         elif kernel.caps.op is Op.PAGED:
             yield kernel.name, calls(problem, kernel)[0]
+        elif kernel.caps.op in step:
+            yield kernel.name, partial(kernel.run, *step[kernel.caps.op])
 
 
 def finished(call: Callable[[], object], device: torch.device) -> float:
