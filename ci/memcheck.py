@@ -16,7 +16,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
-import contract_cells  # noqa: E402
+import contract_cells  # noqa: E402 - it imports portable
 
 from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
 from portable.conformance import cells  # noqa: E402

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 SHARDS = 4  # processes that share the cells of one kernel
 sys.path[:0] = [str(ROOT)]
 
-import contract_cells  # noqa: E402
+import contract_cells  # noqa: E402 - it imports portable
 
 from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
 from portable.attention import load_kernels  # noqa: E402
