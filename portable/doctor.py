@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.explain import spell_target
-from portable.kernel import Kernel
+from portable.kernel import ATTENTION, Kernel
 from portable.packages import Package, VendorPackage, inspect, installed, known_packages, why_closed
 from portable.select import Request, Verdict, check_request, requested_from_env, why_not_here
 from portable.sets import listed
@@ -188,7 +188,7 @@ def _kernel(kernel: Kernel, target: Target, packages: Mapping[str, Package], ver
         "usable": not reasons,
         "reasons": list(reasons),
         "dtypes": listed(caps.dtypes).removeprefix("one of "),
-        "features": sorted(caps.features),
+        "features": sorted(caps.features) if caps.op in ATTENTION else [],
         "graph": caps.graph_level.name,
     }
 

@@ -202,6 +202,7 @@ def test_doctor_reports_in_json_all_that_it_knows(capsys: pytest.CaptureFixture[
     assert found["environment"].keys() >= doctor.VARIABLES.keys()
     assert found["plugins"].keys() == {"portable.platforms", "portable.kernels"}
     assert any(kernel["provider"] == "reference" and kernel["usable"] for kernel in found["kernels"])
+    assert {kernel["op"] for kernel in found["kernels"] if kernel["features"]} == {"prefill", "paged", "mla_decode"}
     assert found["cache_dir"]
 
 
