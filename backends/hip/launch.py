@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -33,19 +33,37 @@ raw_stream: Callable[[int], int] = getattr(
 
 
 T = TypeVar("T")
-_recording: tuple[Target, list[Function]] | None = None
 
 
 class Launches(threading.local, Generic[T]):
-    """A thread's launches, each with a buffer of its own, by what they were prepared for."""
+    """A thread's launches, each with a buffer of its own, by what they were prepared for.
 
-    def __init__(self) -> None:
+    Where the thread records there are none: `recorded` puts them away, which costs a launch nothing.
+    """
+
+    every: ClassVar[list[Launches[Any]]] = []
+
+    def __new__(cls) -> Launches[T]:
+        made = super().__new__(cls)
+        cls.every.append(made)
+        return made
+
+    def __init__(self) -> None:  # in each thread that looks
         self.known: dict[Any, T] = {}
 
     def keep(self, key: Any, launch: T) -> None:
         if len(self.known) >= REMEMBERED:
             self.known.clear()
         self.known[key] = launch
+
+
+class _Thread(threading.local):
+    """What a thread records: the device that launches are for, and the functions launched."""
+
+    recording: tuple[Target, list[Function]] | None = None
+
+
+_thread = _Thread()
 
 
 class Function:
@@ -83,8 +101,8 @@ class Function:
         On a GPU it is for any tensors of the device of the first, as often as wanted; on the emulated one for these,
         once. `reached` are those that the kernel finds by addresses stored in others.
         """
-        if _recording is not None:
-            _recording[1].append(self)
+        if _thread.recording is not None:
+            _thread.recording[1].append(self)
             return lambda *_: None
         assert tensors[0] is not None
         device = tensors[0].get_device()
@@ -213,13 +231,18 @@ def scale_step(scale: torch.Tensor | None) -> int:
 
 @contextmanager
 def recorded(target: Target) -> Iterator[list[Function]]:
-    """Within the block launches are listed and nothing runs: tensors may be meta tensors, and are `target`'s."""
-    global _recording
-    before, _recording = _recording, (target, [])
+    """Within the block the thread's launches are listed and nothing runs: tensors may be meta, and are `target`'s."""
+    functions: list[Function] = []
+    before, kept = _thread.recording, {each: each.known for each in Launches.every}
+    _thread.recording = target, functions
+    for each in kept:
+        each.known = {}  # a launch that was kept would run, without rows; one that is recorded never would
     try:
-        yield _recording[1]
+        yield functions
     finally:
-        _recording = before
+        _thread.recording = before
+        for each in Launches.every:
+            each.known = kept.get(each, {})
 
 
 def warmup(functions: Iterable[Function], device: torch.device) -> int:
@@ -240,8 +263,8 @@ def warmup(functions: Iterable[Function], device: torch.device) -> int:
 
 def target_of(tensor: torch.Tensor) -> Target:
     """The device that a kernel with this argument runs on; for a CPU tensor the emulated one."""
-    if _recording is not None:
-        return _recording[0]
+    if _thread.recording is not None:
+        return _thread.recording[0]
     index = tensor.get_device()
     if index >= 0:
         return target_on(index)
