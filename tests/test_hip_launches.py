@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +16,15 @@ import torch
 
 from portable import Attention, Batch, Layer, allocate_cache, describe
 from portable.attention import Kernels
-from portable.backends.hip import cache, launch, refresh, runtime
+from portable.backends.hip import cache, launch, refresh, runtime, state_copy
+from portable.backends.state_table import Tables
 from portable.conformance.inputs import segment
 from portable.kernel import Needs, Op
 from portable.layer import LayerTensors
 from portable.select import parse_requested
 
 LAYER = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64)
-Launched = list[tuple[str, int, bytes]]  # kernel, blocks, packed arguments
+Launched = list[tuple[str, tuple[str, ...], int, bytes]]  # kernel, defines, blocks, packed arguments
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Launched:
         def call(config: Any, function: Any, parameters: None, extra: Any) -> int:
             _, data, _, size, _ = extra._obj
             arguments = ctypes.string_at(data, ctypes.c_size_t.from_address(size).value)
-            launched.append((self.name, runtime.CONFIG.unpack_from(config._obj)[0], arguments))
+            launched.append((self.name, self.defines, runtime.CONFIG.unpack_from(config._obj)[0], arguments))
             return 0
 
         return SimpleNamespace(launch=call, names=runtime.NVIDIA), ctypes.c_void_p(5)
@@ -43,8 +47,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if tensor.device.type == "cpu" else -1)
-    for module, name in ((cache, "_writes"), (cache, "_gathers"), (refresh, "_collects")):
-        monkeypatch.setattr(module, name, launch.Launches())
+    for kept in launch.Launches.every:
+        monkeypatch.setattr(kept, "known", {})
     return launched
 
 
@@ -108,3 +112,106 @@ def test_a_thread_that_records_takes_no_other_threads_launches(gpu: Launched):
     thread.join()
     assert [function.name for function in functions] == ["refresh"]
     assert during == [1] and names(gpu) == ["collect"] * 2
+
+
+def i32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def i64(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+Calls = list[Callable[[], None]]
+LENS, SLOTS, FLAGS = (i32(9), i32(9)), (i64(5), i64(5)), (torch.zeros(300, dtype=torch.bool),) * 2
+
+
+def refreshes() -> Calls:
+    """Any sizes and tensors."""
+    given = ((i64(n), i32(n), i32(cells)) for n, cells in ((3, 8), (3, 9), (300, 8), (0, 8)))
+    return [partial(refresh.refresh, *each) for each in given]
+
+
+def advances() -> Calls:
+    """As many requests as one likes, up to any length, with positions or without; other pages and tables."""
+    table, wide = i32(2, 4), i32(2, 8)
+    one = partial(refresh.advance, i32(2), table, i64(2))
+    return [
+        partial(one, i64(2), 16, 64), partial(one, None, 16, 64), partial(one, None, 16, 65),
+        partial(one, None, 32, 64),
+        partial(refresh.advance, i32(300), wide, i64(300), None, 16, 64),
+        partial(refresh.advance, i32(2), wide[:, :4], i64(2), None, 16, 64),
+        partial(refresh.advance, i32(0), table, i64(0), None, 16, 64),
+    ]  # fmt: skip
+
+
+def collects() -> Calls:
+    """Each in one way unlike the first."""
+    table, cells, rows = i32(4, 8), i32(4, 6), i32(4)
+    one = partial(refresh.collect, table, None, None)
+    lists = partial(refresh.collect, table, rows, rows, cells, -1, rows, 3, rows)
+    return [
+        partial(one, cells, -1), partial(one, i32(4, 6), -1), partial(one, cells[:3], -1),
+        partial(one, cells[:, :5], -1), partial(one, i32(4, 5), -1), partial(one, cells, 0),
+        partial(one, i32(0, 6), -1), partial(refresh.collect, table[:, :7], None, None, cells, -1),
+        partial(refresh.collect, i32(4, 7), None, None, cells, -1),
+        partial(refresh.collect, i32(4, 9)[:, :8], None, None, cells, -1),
+        partial(refresh.collect, i64(4, 8), None, None, cells, -1),
+        partial(refresh.collect, table, rows, None, cells, -1), partial(refresh.collect, table, None, rows, cells, -1),
+        partial(lists), partial(lists, (LENS, SLOTS, FLAGS)), partial(lists, (FLAGS, LENS)), partial(lists, (SLOTS,)),
+        partial(one, cells, -1, rows[:2], 3), partial(one, cells, -1, rows, 3), partial(one, cells, -1, rows, 4),
+        partial(one, cells, -1, i64(4), 3), partial(one, i32(0, 6), -1, copies=(FLAGS,)),
+    ]  # fmt: skip
+
+
+def copies() -> Calls:
+    """Of pools in words of 16 bytes and of 2."""
+    even, odd, pairs, groups = torch.zeros(4, 8), torch.zeros(4, 3, dtype=torch.bfloat16), i64(1, 2), i32(2)
+    copy = state_copy.state_copy
+    given = ([[even]], [[odd]], [[even, odd]], [[odd, even]], [[odd], [even]], [[], [even]], [], [[]])
+    return [partial(copy, pools, pairs, groups) for pools in given] + [partial(copy, [[even]], pairs[:0], groups)]
+
+
+@pytest.mark.parametrize("calls", [refreshes, advances, collects, copies])
+def test_a_launch_that_is_found_again_is_what_one_made_anew_would_be(
+    calls: Callable[[], Calls], gpu: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    made = calls()
+    for call in made:
+        for each in launch.Launches.every:
+            each.known.clear()
+        call()
+    anew = gpu.copy()
+    gpu.clear()
+    for call in made:
+        call()
+    assert gpu == anew and len({*gpu}) > len(made) / 2
+    monkeypatch.setattr(launch.Function, "prepare", None)
+    for call in reversed(made):
+        call()
+    assert gpu[len(anew) :] == anew[::-1]
+
+
+def test_a_table_of_pools_is_found_by_the_same_tensors_in_the_same_places():
+    tables = Tables(lambda unit: 64)
+    pools = [torch.zeros(4, 8), torch.zeros(4, 8)]
+    table, unit = tables.of([pools])
+    assert tables.of([pools])[0] is table and unit == 16
+    assert tables.of([[each.view(4, 8) for each in pools]])[0] is table  # other tensors like them
+    assert tables.of([pools[:1], pools[1:]])[0][:, 3].tolist() == [0, 1]
+    assert tables.of([pools[::-1]])[0].tolist() == table.flip(0).tolist()
+    pools[1].data = torch.zeros(4, 8)  # which moved
+    moved, _ = tables.of([pools])
+    assert moved[:, 0].tolist() == [each.data_ptr() for each in pools]
+    pools[1] = torch.zeros(4, 8)
+    assert tables.of([pools])[0][:, 0].tolist() == [each.data_ptr() for each in pools]
+
+
+def test_a_tensor_that_took_the_place_of_a_dead_one_is_no_pool_that_was_met():
+    """Its number and its memory may be the other's, and its rows half as long."""
+    tables, memory = Tables(lambda unit: 64), torch.zeros(4, 8)
+    for width in (8, 4) * 20:
+        pool = memory[:, :width]
+        assert tables.of([[pool]])[0][:, 2].tolist() == [4 * width]
+        del pool
+        gc.collect()

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from portable.backends.hip.archs import on_gpus
-from portable.backends.hip.launch import THREADS, Function, addresses
+from portable.backends.hip.launch import THREADS, Function, Launch, Launches
 from portable.backends.state_table import Tables
 from portable.kernel import Kernel, Op
 from portable.sets import ANY_SIZE
@@ -16,6 +16,7 @@ from portable.sets import ANY_SIZE
 UNITS = (16, 8, 4, 2, 1)  # bytes of an access
 
 _tables = Tables(lambda unit: 4 * unit * THREADS)  # a thread moves 4 units of a row: 16 KiB of the widest
+_prepared: Launches[Launch] = Launches()  # by device and unit: all that it takes comes with each launch
 
 
 @cache
@@ -29,12 +30,17 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     Raises:
         ValueError: a slot of a pool has gaps inside.
     """
-    every = [pool for group in pools for pool in group]
-    if not every or not len(copies):
+    if not any(pools) or not copies.numel():
         return
     table, unit = _tables.of(pools)
-    given = table, copies, cu_copies
-    _function(unit).prepare(given, (), reached=every)(len(table), *addresses(*given))
+    key = table.get_device(), unit
+    launch = _prepared.known.get(key)
+    if launch is None:
+        every = [pool for group in pools for pool in group]
+        launch = _function(unit).prepare((table, copies, cu_copies), (), reached=every)
+        if table.is_cuda:
+            _prepared.keep(key, launch)
+    launch(table.numel() // 4, table.data_ptr(), copies.data_ptr(), cu_copies.data_ptr())
 
 
 KERNELS = (
