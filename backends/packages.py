@@ -5,10 +5,17 @@ The symbols are those that the adapters bind, so that a release without one is r
 
 from __future__ import annotations
 
-from portable.packages import VendorPackage
+from portable.packages import Package, VendorPackage
 
 AMD, NVIDIA = frozenset({"amd"}), frozenset({"nvidia"})
 TRITON_BUILD = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
+
+
+def _nvrtc() -> Package:
+    from portable.backends.hip.sources import nvrtc_here
+
+    return nvrtc_here()
+
 
 PACKAGES = (
     VendorPackage(
@@ -96,6 +103,8 @@ PACKAGES = (
         aliases=("vllm",),
         symbols=("get_mla_metadata", "flash_mla_with_kvcache"),
     ),
+    # what compiles the C++ kernels; torch's wheels for these devices bring it
+    VendorPackage(name="nvrtc", module="", title="NVRTC", vendors=NVIDIA, bundled=True, find=_nvrtc),
     VendorPackage(name="torch", module="torch", title="PyTorch", bundled=True),
     VendorPackage(
         name="triton",

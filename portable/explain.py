@@ -193,7 +193,8 @@ def unused_packages(named: Mapping[str, str], kernels: Iterable[Kernel]) -> tupl
     >>> unused_packages({"fast-attention": "1.0"}, kernels=())
     ('fast-attention 1.0: no kernel of this version of portable uses it',)
     """
-    used = {canonicalize_name(name) for kernel in kernels for name, _ in kernel.caps.requires}
+    needed = (each for kernel in kernels for each in (kernel.caps.requires, *kernel.caps.requires_on.values()))
+    used = {canonicalize_name(name) for each in needed for name, _ in each}
     return tuple(
         f"{name} {version}: no kernel of this version of portable uses it"
         for name, version in named.items()

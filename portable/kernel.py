@@ -200,6 +200,7 @@ class KernelCaps:
     archs: Container[str] = frozenset()
     emulated: bool = False  # runs where device code is interpreted on CPU tensors
     requires: tuple[Requires, ...] = ()
+    requires_on: Mapping[str, tuple[Requires, ...]] = field(default_factory=dict)  # besides, on a vendor's devices
     dtypes: Container[torch.dtype] = frozenset()
     kv_dtypes: Container[torch.dtype] = frozenset()  # beyond the layer's own dtype; of states as well
     head_dims: Sizes = NO_SIZE  # of q and k

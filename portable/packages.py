@@ -57,7 +57,7 @@ class VendorPackage:
     title: str  # what the project is called, where a message tells it from a namesake
     provider: str | None = None  # the provider of the kernels that need it; None: several may
     vendors: frozenset[str] = frozenset()  # whose devices it serves; empty: any
-    bundled: bool = False  # portable itself requires it, so it is there wherever portable is
+    bundled: bool = False  # portable, or torch on these devices, requires it, so it is there wherever portable is
     aliases: tuple[str, ...] = ()  # other distributions that install the same module
     marker: str | None = None  # a submodule that a namesake lacks
     extension: str | None = None  # a compiled module that comes with it,
@@ -65,6 +65,7 @@ class VendorPackage:
     chosen_by: tuple[str, str, bool] | None = None  # an environment variable, a value, and whether it must have it
     symbols: tuple[str, ...] = ()  # what kernels use, in the module or its submodules
     compiles: bool = False  # at its first call, for minutes: so it is tested where the caller is ready to wait
+    find: Callable[[], Package] | None = None  # looks for what is no distribution of modules, such as a library
 
 
 def known_packages() -> tuple[VendorPackage, ...]:
@@ -146,6 +147,8 @@ def inspect(package: VendorPackage) -> Package | None:
     A module without its distribution is a `Package` without a version: finding a module proves nothing, because
     other projects use the same names.
     """
+    if package.find is not None:
+        return package.find()
     version = _version((package.name,))
     module = _locate(package.module)
     if version is None:

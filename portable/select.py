@@ -270,7 +270,7 @@ def _package_reasons(
     if target.vendor not in kernel.caps.vendors:
         return ()
     reasons = []
-    for name, versions in kernel.caps.requires:
+    for name, versions in (*kernel.caps.requires, *kernel.caps.requires_on.get(target.vendor, ())):
         # "name[build]" is one build of a package; of one that is only described, any
         found = installed.get(canonicalize_name(name)) or installed.get(name) or installed.get(name.partition("[")[0])
         package = Package(found) if isinstance(found, str) else found

@@ -23,9 +23,11 @@ import torch
 
 from portable.backends.hip import FILES, KERNELS, cache, launch, paged_decode, runtime, sources
 from portable.backends.hip.objects import Store
+from portable.backends.packages import PACKAGES
 from portable.conformance.inputs import segment
 from portable.kernel import KV, Op, Segment
 from portable.layer import Layer, LayerTensors
+from portable.packages import Package, inspect
 from portable.platform.detect import describe
 
 ROOT = Path(__file__).parents[1]
@@ -452,6 +454,46 @@ def test_a_loaded_library_is_found_by_its_name(tmp_path: Path):
 def test_a_missing_library_is_named():
     with pytest.raises(RuntimeError, match=r"libnothing\.so was not found"):
         runtime.library("libnothing.so")
+
+
+def test_a_library_is_where_the_linker_would_find_it_and_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    linker, name = tmp_path / "ld.so.cache", "libnothing.so"
+    known, other = tmp_path / f"{name}.1", tmp_path / "path" / name
+    assert runtime.where(name, linker) is None
+    linker.write_bytes(f"1.1\0{name}.2\0{tmp_path / name}.2\0{name}.1\0{known}\0".encode())
+    assert runtime.where(name, linker) is None  # it is listed, and gone
+    known.write_text("no library, which shows where it is loaded")
+    assert runtime.where(name, linker) == str(known)
+    other.parent.mkdir()
+    other.touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":/nowhere:{other.parent}")
+    assert runtime.where(name, linker) == str(other)
+
+
+def test_nvrtc_is_there_or_objects_are_or_the_reason_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (nvrtc,) = (package for package in PACKAGES if package.name == "nvrtc")
+    monkeypatch.setattr(sources, "OBJECTS", tmp_path)
+
+    def found(file: str | None) -> Package:
+        sources.nvrtc_here.cache_clear()
+        monkeypatch.setattr(runtime, "where", lambda name: file if name == "libnvrtc.so" else None)
+        here = inspect(nvrtc)
+        sources.nvrtc_here.cache_clear()
+        assert here is not None
+        return here
+
+    assert found("/opt/lib/libnvrtc.so.13.0") == Package("13.0") and found("libnvrtc.so").problem is None
+    absent = found(None)
+    assert (
+        absent.version is None
+        and absent.problem is not None
+        and "libnvrtc.so is neither beside torch" in absent.problem
+    )
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "sm90" / "merge-1.co").touch()
+    assert found(None).version is not None
 
 
 def test_a_tensor_of_no_device_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -10,8 +10,10 @@ import pytest
 
 from portable import Layer, describe
 from portable.attention import load_kernels
+from portable.explain import explain
 from portable.kernel import Needs, Op
-from portable.select import select
+from portable.packages import Package
+from portable.select import select, why_not_here
 
 RESULTS = Path(__file__).parent.parent / "ci" / "results"
 RECORDS = {"H100": "mla-sm90.json", "H200": "mla-sm90-h200.json"}
@@ -116,3 +118,39 @@ def test_no_decode_takes_more_than_3_percent_more_than_flash_attention_3():
     packages = ALWAYS | {"vllm": "0.33.0"}
     found = select(Op.PAGED, describe("sm90"), layer, needs, None, packages, load_kernels())
     assert found.kernel.name == "triton.paged"
+
+
+SMALL = {Op.CACHE_WRITE: "write", Op.CACHE_GATHER: "gather", Op.MERGE: "merge"}
+
+
+def first(op: Op, arch: str, packages: dict[str, str], layer: Layer = Layer.gqa(num_heads=32, head_dim=128)) -> str:  # noqa: B008
+    needs = Needs(page_size=16) if op is not Op.MERGE else Needs()
+    return select(op, describe(arch), layer, needs, None, packages, load_kernels()).kernel.name
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_small_kernels_in_cpp_are_as_fast_in_a_graph_and_far_faster_on_the_host(op):
+    record = json.loads((RESULTS / "hip-sm90.json").read_text(encoding="utf-8"))
+    (cpp, triton), host = (f"{provider}.{op.value}" for provider in ("hip", "triton")), record["host"]
+    rows = [row for name, row in record["rows"].items() if name.startswith(f"{SMALL[op]} ")]
+    assert len(rows) >= 4 and all(0.87 < row[cpp] / row[triton] < 1.12 for row in rows)
+    assert host[cpp] < 0.2 * host[triton]
+    assert first(op, "sm90", ALWAYS | {"nvrtc": "13"}) == cpp
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_without_a_compiler_or_times_of_them_small_kernels_are_tritons(op):
+    name, every = f"triton.{op.value}", ALWAYS | {"nvrtc": "13"}
+    assert first(op, "sm90", ALWAYS) == name
+    assert first(op, "sm80", every) == first(op, "gfx942", every) == first(op, "gfx950", every) == name
+    assert first(op, "sm90", every, Layer.mla(num_heads=128)) == name  # whose latents were not timed
+
+
+def test_a_compiler_that_is_not_here_is_named_where_kernels_need_it():
+    layer, absent = Layer.gqa(num_heads=32, head_dim=128), Package(None, "libnvrtc.so is away")
+    packages, reasons = {**ALWAYS, "nvrtc": absent}, ("nvrtc is not installed: libnvrtc.so is away",)
+    found = explain(describe("sm90"), layer, kernels=load_kernels(), installed=packages)
+    assert f"    not hip.merge: {reasons[0]}\n" in str(found)
+    for kernel in (kernel for kernel in load_kernels() if kernel.caps.provider == "hip"):
+        assert why_not_here(kernel, describe("sm90"), packages) == reasons  # as `portable doctor` has them
+        assert why_not_here(kernel, describe("gfx942"), packages) == ()

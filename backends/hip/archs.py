@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from portable.kernel import KernelCaps
+from portable.kernel import KernelCaps, Requires
 
 # gfx90a and RDNA are compiled and checked for resources; gfx942 and gfx950 are executed in emulation as well.
 AMD = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"})
@@ -29,6 +29,7 @@ def on_gpus(**caps: Any) -> KernelCaps:
             "provider": "hip",
             "vendors": frozenset({"amd", "nvidia"}),
             "archs": AMD | NVIDIA,
+            "requires_on": {"nvidia": (Requires("nvrtc"),)},  # AMD's may lack hipRTC: Triton's come first
             "emulated": True,
             "dtypes": frozenset(NAMES),
             "tolerance": TOLERANCE,

@@ -7,6 +7,7 @@ second runtime is loaded. Wrapper packages exist for each vendor, but none for b
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
 import sys
@@ -194,6 +195,16 @@ def library(name: str) -> ctypes.CDLL:
         except OSError:
             continue
     raise RuntimeError(f"{name} was not found: not in this process, not beside torch, not on the library path")
+
+
+def where(name: str, linker: Path = Path("/etc/ld.so.cache")) -> str | None:
+    """The file that `library` would load, by looking alone: it takes 1 ms, and nothing is loaded or run."""
+    found = [*loaded(name), *_beside_torch(name)]
+    paths = linker.read_bytes().split(b"\0") if linker.is_file() else []
+    for each in _versions(name):
+        found += [f"{folder}/{each}" for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+        found += [path.decode() for path in paths if path.endswith(f"/{each}".encode())]
+    return next((path for path in found if Path(path).is_file()), None)
 
 
 def loaded(name: str, maps: Path = Path("/proc/self/maps")) -> list[str]:

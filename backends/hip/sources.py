@@ -10,6 +10,7 @@ from pathlib import Path
 from portable.backends.hip import runtime
 from portable.backends.hip.objects import Store
 from portable.cache_dir import cache_dir
+from portable.packages import Package
 
 log = logging.getLogger("portable")
 FOLDER = Path(__file__).parent
@@ -34,6 +35,17 @@ def code(file: str, defines: tuple[str, ...], vendor: str, arch: str) -> bytes:
     return store.get(
         f"{file}-{arch}-{key}", lambda: compiler.compile(path.name, path.read_text(), headers, name, defines)
     )
+
+
+@cache
+def nvrtc_here() -> Package:
+    """NVIDIA's compiler, or objects of its devices in place of it; nothing is loaded."""
+    name = runtime.NVIDIA.compiler
+    if (file := runtime.where(name)) is not None:
+        return Package(Path(file).name.partition(".so.")[2] or "of no version")
+    if any(OBJECTS.glob("sm*/*.co")):
+        return Package("not needed: objects came with portable")
+    return Package(None, f"{name} is neither beside torch nor on the library path, and no objects came with portable")
 
 
 @cache
