@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch.nn.functional import pad
 
 from portable.backends.convention import OF_THE_CALL, Convention, why_not_called
@@ -23,6 +24,8 @@ from portable.backends.step import Step, arguments, step_of
 from portable.backends.views import Views, latent, latent_parts, slot_indices, slots
 from portable.kernel import KV, Kernel, KernelCaps, Segment
 from portable.layer import Layer, LayerTensors, UnsupportedError
+
+SEVERAL = tuple, list  # how several results come
 
 __all__ = ["Adapter", "Convention", "Step", "why_not_called"]
 
@@ -39,7 +42,11 @@ class Adapter:
         of_call = (convention.names.get(name, "") for name in OF_THE_CALL)
         self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
         self._k_descale, self._v_descale, self._asks_lse = of_call
+        self._slots = convention.names.get("kv_indices", "")
         self._plain_lse = (convention.lse.layout, convention.lse.base) == ("ht", "e")
+        self._writes_out = convention.writes_out
+        # room for what is of a layer, so that no table grows in a call
+        self._room = {keyword: None for keyword in (self._q, self._qv, self._k, self._v, self._asks_lse) if keyword}
         self._of_features = bool(self._sinks or self._alibi or self._k_descale)
         self._views: dict[tuple[Reach | None, int], Views] = {}
         self._checked: Callable[..., Any] | None = None
@@ -71,7 +78,7 @@ class Adapter:
         if not (segment.tokens.stop - segment.tokens.start and segment.max_seq_len):
             return Step(function, segment)
         segment = self.rows(segment)
-        return step_of(self.convention, function, segment, layer, self.fixed(segment, layer), self.views)
+        return step_of(self.convention, function, segment, layer, self.fixed(segment, layer) | self._room, self.views)
 
     def rows(self, segment: Segment) -> Segment:
         """The segment as the callable is to see it: the same queries over the same keys."""
@@ -101,7 +108,7 @@ class Adapter:
         lse: torch.Tensor | None,
     ) -> None:
         """One layer of the step, into `out` and `lse`, of which no gradient is recorded."""
-        if not torch.is_grad_enabled():  # to ask takes 0.03 us, to enter the context 2 to 3
+        if not is_grad_enabled():  # to ask takes 0.03 us, to enter the context 2 to 3
             self.attend(q, kv, segment, layer, tensors, out, lse)
             return
         with torch.no_grad():
@@ -149,25 +156,30 @@ class Adapter:
         lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One call: its output [T, H, Dv] and its LSE [H, T] in natural log; `out` and None where they are in place."""
-        convention, call, (k, v) = self.convention, fixed.copy(), kv
-        if convention.dense_rows:
+        call, (k, v) = fixed.copy(), kv
+        if step.dense_rows:
             q = q.contiguous()
         if step.wide:
             assert v is not None
             q, k, v = (pad(each, (0, step.wide - each.shape[-1])) for each in (q, k, v))
-        if step.reach is not None:
-            step.reach.check_query(q)
+        reach = step.reach
+        if reach is not None and reach.most is not None and (q.nbytes > reach.most or not q.is_contiguous()):
+            reach.check_query(q)
         if step.views is not None:
-            k, v, apart = step.views(kv)
+            k, v, apart = step.views.of(k, v)
             if step.indices is not None:
-                call[convention.names["kv_indices"]] = self._indices(step, apart)
-        elif step.reach is not None:
-            step.reach.check(KV(k, v), pages=step.segment.block_table is not None)
+                indices = step.indices.get(apart)
+                call[self._slots] = self._indices(step, apart) if indices is None else indices
+        elif reach is not None:
+            reach.check(KV(k, v), pages=step.segment.block_table is not None)
         given = q  # which stays to the end: an alias of it holds no memory
         if step.parts is not None:
-            call[self._qv], given = step.parts(q)
-        elif step.grouped is not None:
-            given = step.grouped(q)
+            call[self._qv], given = step.parts.of(q)
+        elif step.queries is not None:
+            given = step.queries.of(q)
+            if given is None:
+                q = q.contiguous()
+                given = step.queries.of(q)
         elif step.batch is not None:
             given = q[step.sources].view(*step.batch, *q.shape[1:])
         call[self._q], call[self._k] = given, k
@@ -175,30 +187,33 @@ class Adapter:
             call[self._v] = v
         if self._asks_lse:
             call[self._asks_lse] = lse is not None
-        if self._of_features:
+        if self._of_features and (layer.sinks or layer.alibi or self._k_descale):
             self._add_features(call, step.segment, layer, tensors)
-        written = False
+        into = None  # what of `out` is written
         if step.takes_out:
-            written = step.direct and out.is_contiguous()
-            if not written:
+            if step.direct:
+                into = step.dense.of(out) if step.dense is not None else out if out.is_contiguous() else None
+            if into is None:
                 call[self._out] = out.new_empty((*given.shape[:-1], step.wide or out.shape[-1]))
             else:
-                call[self._out] = out if step.grouped is None else step.grouped(out)
+                call[self._out] = into
         result = step.function(**call)
-        several = isinstance(result, (tuple, list))
+        several = isinstance(result, SEVERAL)
         got = result[0] if several else result
-        if convention.writes_out and step.takes_out:
-            got = out if written else call[self._out]
-        if got is not out and step.batch is not None:
-            if step.plain and step.grouped is not None:
-                step.grouped(out).copy_(got)
-                got = out
-            else:
-                got = got.flatten(0, 1) if step.places is None else got.flatten(0, 1)[step.places]
-        if step.wide and got.shape[-1] != out.shape[-1]:
-            got = got[..., : out.shape[-1]]
+        if self._writes_out and step.takes_out:
+            got = out if into is not None else call[self._out]
+        if got is not out:
+            if step.batch is not None:
+                if step.plain and step.grouped is not None:
+                    step.grouped.of(out).copy_(got)
+                    got = out
+                else:
+                    got = got.flatten(0, 1) if step.places is None else got.flatten(0, 1)[step.places]
+            if step.wide and got.shape[-1] != out.shape[-1]:
+                got = got[..., : out.shape[-1]]
         if lse is None:
             return got, None
+        convention = self.convention
         at = convention.returns.get(len(result) if several else 1)
         logs = None if at is None else result[at]
         if logs is None:
@@ -209,7 +224,7 @@ class Adapter:
         if self._plain_lse and step.batch is None and logs.shape == lse.shape:
             return got, logs
         if step.lse_as is not None and logs.shape == step.logs:
-            step.lse_as(lse).copy_(logs)
+            step.lse_as.of(lse).copy_(logs)
             return got, None
         return got, lse_of_rows(logs, convention.lse, step.batch, step.places, lse, step.segment.cu_seqlens_q)
 
@@ -217,9 +232,8 @@ class Adapter:
     def _indices(step: Step, apart: int) -> torch.Tensor:
         """The numbers of slots where pages lie `apart` tokens from each other, made once for a step."""
         known, page_size = step.indices or {}, step.segment.page_size
-        if apart not in known:
-            known[apart] = slot_indices(known[page_size], page_size, apart)
-        return known[apart]
+        known[apart] = made = slot_indices(known[page_size], page_size, apart)
+        return made
 
     @staticmethod
     def _set_empty(

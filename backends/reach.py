@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,8 @@ from portable.layer import UnsupportedError
 ANOTHER = "Name another backend, or give Attention its num_pages, so that one is chosen that can"
 
 
-class Reach(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reach:
     """The limits of a kernel's addresses."""
 
     name: str
@@ -22,8 +23,7 @@ class Reach(NamedTuple):
 
     def check_query(self, q: torch.Tensor) -> None:
         """Raise an UnsupportedError for queries that are not reached."""
-        if self.most is not None and (q.nbytes > self.most or not q.is_contiguous()):
-            self._check("q", extent(q))
+        self._check("q", extent(q))
 
     def check(self, kv: KV, *, pages: bool) -> None:
         """Raise an UnsupportedError for keys or values, in `pages` or contiguous, that are not reached."""
@@ -57,7 +57,8 @@ def reach_of(caps: KernelCaps, window: int | None) -> Reach | None:
 
 def extent(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first element to its last, whatever lies between them."""
-    if not tensor.nbytes or tensor.is_contiguous():
-        return tensor.nbytes
+    size = tensor.nbytes
+    if not size or tensor.is_contiguous():
+        return size
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize

@@ -20,7 +20,7 @@ from portable.ragged import cu_from_lens, ragged_arange
 FAR = 2**30  # keys: a right side that is open in effect, and that a position may be added to in 32 bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, one takes 2 us more to make
 class Step:
     """What all layers of a step share."""
 
@@ -34,6 +34,9 @@ class Step:
     sources: torch.Tensor | None = None  # [B * Sq] i64, the token at each place; None where it is the same
     places: torch.Tensor | None = None  # [T] i64, the place of each token
     grouped: Aliases | None = None  # rows as [B, Sq, ...], where none has to move
+    dense: Aliases | None = None  # rows that are dense as these; None of others
+    queries: Aliases | None = None  # of the two that of q
+    dense_rows: bool = False  # whether q is made dense before it is looked at
     plain: bool = False  # whether what is returned is as `out` grouped so
     logs: tuple[int, ...] | None = None  # the shape of an LSE that is as `lse` seen in another way
     lse_as: Aliases | None = None  # `lse` in that way
@@ -76,12 +79,18 @@ def step_of(
     # what a graph replays has other lengths
     unset = not any(sets) or (seen is None and caps.graph_level is GraphLevel.NEVER)
     straight = len(ways) == 1 and sources is None  # rows of results are those of q
+    parted = aliases(parts, (width, key_dim - width)) if "qv" in convention.names else None
+    rows_as = dense_as = None
+    if batch is not None and sources is None:
+        rows_as, dense_as = aliases(grouped, batch), aliases(grouped, batch, dense=True)
+    queries = dense_as if convention.dense_rows and reach is None else rows_as
     if straight and form.base == "e":
         if form.layout == "th" and batch is None:
             tokens = segment.tokens.stop - segment.tokens.start
             logs, lse_as = (tokens, layer.num_heads), aliases(turned_lse, ())
         elif form.layout == "bhs" and batch is not None:
             logs, lse_as = (batch[0], layer.num_heads, batch[1]), aliases(grouped_lse, batch)
+    takes_out = "out" in convention.names and (batch is None or batch[1] == 1 or not convention.out_of_single)
     return Step(
         function,
         segment,
@@ -92,14 +101,17 @@ def step_of(
         batch,
         sources,
         places,
-        None if batch is None or sources is not None else aliases(grouped, batch),
+        rows_as,
+        dense_as,
+        queries,
+        convention.dense_rows and (queries is None or parted is not None or reach is not None),
         straight and not wide,
         logs,
         lse_as,
-        aliases(parts, (width, key_dim - width)) if "qv" in convention.names else None,
+        parted,
         wide,
         reach,
-        "out" in convention.names and (batch is None or batch[1] == 1 or not convention.out_of_single),
+        takes_out,
         straight and wide in (0, width),
         views(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
         indices,

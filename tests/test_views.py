@@ -94,7 +94,7 @@ def test_a_view_is_made_once_for_each_cache(kept):
     layers = [torch.zeros(2, 4, 6) for _ in range(3)]
     for _ in range(4):
         for layer in layers:
-            assert kept(KV(layer, None)).k.data_ptr() == layer.data_ptr()
+            assert kept.of(layer, None).k.data_ptr() == layer.data_ptr()
     assert len(kept.made) == 3
 
 
@@ -104,7 +104,7 @@ def test_nothing_keeps_the_memory_of_a_cache(which, ends):
     """Where it dies, and where it is given other memory in place and is not asked for again."""
     views = Views(latent)
     caches = [torch.zeros(2, 4, 6), torch.zeros(2, 4, 6)]
-    views(KV(*caches))
+    views.of(*caches)
     storage = StorageWeakRef(caches[which].untyped_storage())
     if ends == "del":
         del caches[which]
@@ -119,9 +119,9 @@ def test_nothing_keeps_the_memory_of_a_cache(which, ends):
 def test_keys_alone_and_keys_beside_values_have_a_view_each(kept):
     k, v, other = torch.zeros(2, 4, 6), torch.ones(2, 4, 6), torch.ones(2, 4, 6)
     for _ in range(3):
-        assert kept(KV(k, None)).v is None
-        assert kept(KV(k, v)).v.data_ptr() == v.data_ptr()
-        assert kept(KV(k, other)).v.data_ptr() == other.data_ptr()
+        assert kept.of(k, None).v is None
+        assert kept.of(k, v).v.data_ptr() == v.data_ptr()
+        assert kept.of(k, other).v.data_ptr() == other.data_ptr()
     assert len(kept.made) == 3
 
 
@@ -129,7 +129,7 @@ def test_a_cache_that_is_cut_from_its_pool_at_each_call_has_one_view(kept):
     """As engines do that unbind [2, pages, ...] in every layer."""
     pool = torch.arange(96.0).view(2, 2, 4, 6)
     for _ in range(3):
-        view = kept(KV(*pool.unbind(0)))
+        view = kept.of(*pool.unbind(0))
         assert torch.equal(view.k.squeeze(2), pool[0]) and view.v.data_ptr() == pool[1].data_ptr()
     assert len(kept.made) == 1
 
@@ -138,66 +138,73 @@ def test_caches_that_take_an_address_with_other_strides_are_seen_as_they_lie(kep
     memory = torch.arange(96.0)
     for strides in ((24, 6, 1), (48, 6, 1), (48, 12, 1), (24, 1, 4)) * 2:
         cache = memory.as_strided((2, 4, 6), strides)
-        assert torch.equal(kept(KV(cache, None)).k.squeeze(2), cache)
+        assert torch.equal(kept.of(cache, None).k.squeeze(2), cache)
     assert len(kept.made) == 4
 
 
 def test_the_number_of_views_is_bounded_and_none_is_kept_without_memory(kept, monkeypatch):
     monkeypatch.setattr(Views, "MOST", 3)
     for layer in [torch.zeros(2, 4, 6) for _ in range(8)]:
-        assert kept(KV(layer, None)).k.data_ptr() == layer.data_ptr()
+        assert kept.of(layer, None).k.data_ptr() == layer.data_ptr()
         assert len(kept._kept) <= 3
     for device in ("cpu", "meta"):
-        assert kept(KV(torch.zeros(0, 4, 6, device=device), None)).k.device.type == device
+        assert kept.of(torch.zeros(0, 4, 6, device=device), None).k.device.type == device
 
 
 def test_memory_that_was_changed_in_place_is_looked_at_anew(kept):
     k, v = torch.zeros(2, 4, 6), torch.ones(2, 4, 6)
-    assert kept(KV(k, v)).k.unique().tolist() == [0.0]
+    assert kept.of(k, v).k.unique().tolist() == [0.0]
     k.data = torch.full((2, 4, 6), 7.0)
-    assert kept(KV(k, v)).k.unique().tolist() == [7.0]
+    assert kept.of(k, v).k.unique().tolist() == [7.0]
     k.set_(torch.arange(48.0).untyped_storage(), 0, (2, 4, 6), (24, 6, 1))
-    assert torch.equal(kept(KV(k, v)).k.squeeze(2), torch.arange(48.0).view(2, 4, 6))
+    assert torch.equal(kept.of(k, v).k.squeeze(2), torch.arange(48.0).view(2, 4, 6))
     k.as_strided_((2, 4, 6), (24, 1, 4))
-    assert torch.equal(kept(KV(k, v)).k.squeeze(2), torch.arange(48.0).view(2, 6, 4).mT)
+    assert torch.equal(kept.of(k, v).k.squeeze(2), torch.arange(48.0).view(2, 6, 4).mT)
     v.data = torch.full((2, 4, 6), 9.0)
-    assert kept(KV(k, v)).v.unique().tolist() == [9.0]
+    assert kept.of(k, v).v.unique().tolist() == [9.0]
     other = torch.full((2, 4, 6), 11.0)
-    assert kept(KV(k, other)).v.data_ptr() == other.data_ptr()
+    assert kept.of(k, other).v.data_ptr() == other.data_ptr()
     assert len(kept.made) == 6
 
 
 def test_a_pool_that_changed_its_size_or_dtype_in_place_is_looked_at_anew(kept):
     pool = torch.arange(192.0).view(8, 4, 6)
     k, v = pool[:2], torch.ones(2, 4, 6)
-    assert len(kept(KV(k, v)).k) == 2
+    assert len(kept.of(k, v).k) == 2
     k.set_(pool.untyped_storage(), 0, (8, 4, 6), (24, 6, 1))
-    assert torch.equal(kept(KV(k, v)).k.squeeze(2), pool)
+    assert torch.equal(kept.of(k, v).k.squeeze(2), pool)
     k.resize_(1, 4, 6)
-    assert len(kept(KV(k, v)).k) == 1
+    assert len(kept.of(k, v).k) == 1
     v.data = v.data.view(torch.int32)
-    assert kept(KV(k, v)).v.dtype == torch.int32
+    assert kept.of(k, v).v.dtype == torch.int32
 
 
 def test_what_is_out_of_reach_is_refused_at_every_call():
     views = Views(latent, Reach("toy", 2, None, None))
     small, large = torch.zeros(3, 4, 6), torch.zeros(4, 4, 6)
-    views(KV(small, None))
+    views.of(small, None)
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="the cache has 4 pages; toy can address 3"):
-            views(KV(large, None))
+            views.of(large, None)
     small.set_(torch.zeros(4, 4, 6))
     with pytest.raises(UnsupportedError, match="the cache has 4 pages"):
-        views(KV(small, None))
+        views.of(small, None)
     pool = torch.zeros(4, 4, 6)
     growing = pool[:3]
-    views(KV(growing, None))
+    views.of(growing, None)
     growing.set_(pool.untyped_storage(), 0, (4, 4, 6), (24, 6, 1))
     with pytest.raises(UnsupportedError, match="the cache has 4 pages"):
-        views(KV(growing, None))
+        views.of(growing, None)
 
 
 # Aliases: views of what a call is given, kept by address.
+
+
+class Elsewhere(torch.Tensor):
+    """Memory of another device at the same address."""
+
+    def get_device(self):
+        return 1
 
 
 def at(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -224,7 +231,7 @@ def test_an_alias_is_what_a_view_would_be_for_whatever_lies_at_an_address(calls)
         tensor = at(memory, offset, shape, dtype)
         tensor = tensor.mT if strided else tensor
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + turn)
-        got, want = kept(tensor), tensor.unsqueeze(1)
+        got, want = kept.of(tensor), tensor.unsqueeze(1)
         assert got.dtype == want.dtype and got.data_ptr() == want.data_ptr()
         assert got.shape == want.shape and torch.equal(got, want)
         matter = [n > 1 for n in got.shape]
@@ -236,36 +243,86 @@ def test_an_alias_is_what_a_view_would_be_for_whatever_lies_at_an_address(calls)
 def test_an_alias_is_kept_for_what_is_met_again_and_given_to_any_tensor_there():
     made, memory = [], torch.zeros(96, dtype=torch.uint8)
     kept = Aliases(lambda rows: made.append(rows) or rows.unsqueeze(1))
-    seen = [kept(at(memory, 0, (2, 3, 4), torch.float32)) for _ in range(5)]
+    seen = [kept.of(at(memory, 0, (2, 3, 4), torch.float32)) for _ in range(5)]
     assert len(made) == 2 and seen[1] is seen[2] is seen[3] is seen[4]
-    kept(at(memory, 0, (4, 3, 2), torch.float32))
+    kept.of(at(memory, 0, (4, 3, 2), torch.float32))
     assert len(made) == 3
     rows = torch.arange(48).view(4, 12)
     for _ in range(3):
         q, _, _ = rows.split((6, 3, 3), -1)  # rows of q that lie as far apart as those of q, K and V together
-        assert torch.equal(kept(q), q.unsqueeze(1)) and kept(q).stride() == (12, 6, 1)
+        assert torch.equal(kept.of(q), q.unsqueeze(1)) and kept.of(q).stride() == (12, 6, 1)
     assert len(made) == 5
+
+
+def test_a_stride_of_a_size_of_one_is_seen_behind_the_dense_one(kept):
+    """Both are contiguous; what is made for the first is met there last."""
+    memory = torch.zeros(24)
+    dense, odd = memory.view(1, 4, 6), memory.as_strided((1, 4, 6), (7, 6, 1))
+    aliases = Aliases(lambda rows: rows)
+    for _ in range(3):
+        aliases.of(dense), kept.of(dense, None), kept.of(memory.view(4, 6), dense)
+        assert aliases.of(dense).stride() == (24, 6, 1)
+    for _ in range(2):
+        assert aliases.of(odd).stride() == (7, 6, 1)
+        assert kept.of(odd, None).k.stride() == (7, 6, 6, 1)
+        assert kept.of(memory.view(4, 6), odd).v.stride() == (7, 6, 1)
+
+
+@pytest.mark.parametrize("fact", ["shape", "strides", "dtype", "device"])
+@pytest.mark.parametrize("which", ["k", "v", "rows"])
+def test_what_was_met_last_at_an_address_is_given_for_all_its_facts_alone(which, fact, kept):
+    memory = torch.zeros(96)
+    first, beside = memory[:24].view(2, 3, 4), torch.zeros(2, 3, 4)
+    other = {
+        "shape": memory[:24].view(3, 2, 4),
+        "strides": memory.as_strided((2, 3, 4), (24, 8, 2)),
+        "dtype": memory[:24].view(torch.int32).view(2, 3, 4),
+        "device": first.as_subclass(Elsewhere),
+    }[fact]
+    of = Aliases(lambda rows: [rows]).of
+    of = {"k": lambda k: kept.of(k, beside), "v": lambda v: kept.of(beside, v), "rows": of}[which]
+    of(first)
+    found = of(first)
+    assert of(first) is found
+    of(other)
+    others = of(other)
+    assert others is not found and of(first) is found and of(other) is others
+
+
+def test_keys_beside_values_are_not_taken_for_keys_that_were_met_alone(kept):
+    k, v = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
+    for _ in range(2):
+        assert kept.of(k, None).v is None and kept.of(k, v).v.data_ptr() == v.data_ptr()
+
+
+@pytest.mark.parametrize("strided", [(2, 6), (2, 3, 8)])
+def test_rows_that_have_to_be_dense_and_are_not_have_no_alias(strided):
+    dense = Aliases(lambda rows: rows.unsqueeze(1), dense=True)
+    rows = torch.zeros(2, 6)
+    for _ in range(3):
+        assert dense.of(rows).shape == (2, 1, 6) and dense.of(torch.zeros(strided).mT) is None
+        assert dense.of(rows.as_strided((2, 3), (6, 2))) is None
 
 
 def test_strides_of_a_dimension_of_one_are_kept_apart():
     memory, kept = torch.zeros(24), Aliases(lambda rows: rows)
     odd = memory.as_strided((1, 4, 6), (7, 6, 1))
     for _ in range(2):
-        assert kept(odd).stride() == (7, 6, 1)
-    assert kept(memory.view(1, 4, 6)).stride() == (24, 6, 1)
+        assert kept.of(odd).stride() == (7, 6, 1)
+    assert kept.of(memory.view(1, 4, 6)).stride() == (24, 6, 1)
 
 
 def test_no_alias_is_kept_of_a_tensor_without_elements():
     kept = Aliases(lambda rows: rows.unsqueeze(1))
     for device in ("cpu", "cpu", "meta"):  # all at the address 0
-        assert kept(torch.zeros(0, 3, 4, device=device)).device.type == device
+        assert kept.of(torch.zeros(0, 3, 4, device=device)).device.type == device
 
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_an_alias_holds_no_memory(strided):
     kept = Aliases(lambda rows: rows.unsqueeze(1))
     tensor = torch.zeros(2, 3, 8)[..., :4] if strided else torch.zeros(2, 3, 4)
-    found = [kept(tensor) for _ in range(3)]
+    found = [kept.of(tensor) for _ in range(3)]
     assert found[1] is found[2]
     storage = StorageWeakRef(tensor.untyped_storage())
     del tensor, found[0]
@@ -278,7 +335,7 @@ def test_the_number_of_aliases_is_bounded(monkeypatch):
     kept, rows = Aliases(lambda rows: rows.unsqueeze(1)), torch.zeros(8, 4)
     for _ in range(3):
         for row in rows:
-            kept(row)
+            kept.of(row)
             assert len(kept._kept) <= 3
 
 
@@ -286,11 +343,11 @@ def test_the_number_of_aliases_is_bounded(monkeypatch):
 def test_an_alias_of_one_mode_is_written_in_every_other(first):
     kept, lse = Aliases(lambda rows: rows.mT), torch.zeros(3, 4)
     with first():
-        kept(lse), kept(lse)
+        kept.of(lse), kept.of(lse)
     for turn, mode in enumerate((torch.inference_mode, torch.no_grad, torch.enable_grad)):
         with mode():
-            kept(lse).copy_(torch.full((4, 3), 1.0 + turn))
-        assert (lse == 1.0 + turn).all() and not kept(lse).requires_grad
+            kept.of(lse).copy_(torch.full((4, 3), 1.0 + turn))
+        assert (lse == 1.0 + turn).all() and not kept.of(lse).requires_grad
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans())
@@ -303,23 +360,16 @@ def test_an_lse_is_seen_by_request_or_by_token(requests, queries, heads, strided
     assert torch.equal(turned_lse(lse, ()), lse.T) and by_request.data_ptr() == lse.data_ptr()
 
 
-class Elsewhere(torch.Tensor):
-    """Memory of another device at the same address."""
-
-    def get_device(self):
-        return 1
-
-
 def test_devices_that_share_an_address_have_a_view_each(kept):
     here = torch.zeros(2, 4, 6)
     there = here.as_subclass(Elsewhere)
     for _ in range(2):
-        kept(KV(here, None)), kept(KV(there, None))
+        kept.of(here, None), kept.of(there, None)
     assert len(kept.made) == 2
     made = []
     aliases = Aliases(lambda rows: made.append(rows) or rows)
     for _ in range(3):
-        aliases(here), aliases(there)
+        aliases.of(here), aliases.of(there)
     assert len(made) == 4
 
 
@@ -328,6 +378,6 @@ def test_nothing_is_kept_of_numbers_that_are_still_to_be_negated_or_conjugated(k
     for lazy in (numbers.conj().imag, numbers.conj()):
         aliases = Aliases(lambda rows: rows.unsqueeze(1))
         for _ in range(3):
-            assert torch.equal(aliases(lazy), lazy.unsqueeze(1))
-            assert torch.equal(kept(KV(lazy, None)).k.squeeze(2), lazy)
-            assert torch.equal(kept(KV(numbers.real, lazy)).v, lazy)
+            assert torch.equal(aliases.of(lazy), lazy.unsqueeze(1))
+            assert torch.equal(kept.of(lazy, None).k.squeeze(2), lazy)
+            assert torch.equal(kept.of(numbers.real, lazy).v, lazy)

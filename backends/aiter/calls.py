@@ -48,7 +48,7 @@ class Call(Adapter):
         lse: torch.Tensor | None,
     ) -> None:
         if not layer.sinks:
-            super().attend(q, kv, segment, layer, tensors, out, lse)
+            Adapter.attend(self, q, kv, segment, layer, tensors, out, lse)  # `super` takes 0.1 us to find it
             return
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32) if lse is None else lse
         super().attend(q, kv, segment, replace(layer, sinks=False), tensors._replace(sinks=None), out, lse)
