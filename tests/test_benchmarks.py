@@ -170,6 +170,7 @@ def test_twins_on_a_cpu(tmp_path, capfd, monkeypatch):
     assert all(each["ok"] for row in result["rows"].values() for each in row.values())
     assert "portable torch.index_put" in result["rows"]["write 16"]
     assert result["host us"].keys() >= {"reference.cache_write", "reference.merge", "reference.paged"}
+    assert result["host us"].keys() >= {"reference.cache_copy", "reference.prefill prompt", "reference.paged prompt"}
     assert result["latency us"]["torch.index_put 255"] > 0 and len(result["latency us"]) == 4 * len(result["host us"])
     with pytest.raises(SystemExit):
         twins.main(["--device", "cpu", "--providers", "hip"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from triton.backends.driver import DriverBase  # noqa: E402
 
 from portable.backends.triton import fast  # noqa: E402
 from portable.backends.triton import launch as launching  # noqa: E402
-from portable.backends.triton.launch import Bound, launch, recorded, target_of, warmup  # noqa: E402
+from portable.backends.triton.launch import Bound, Typed, launch, recorded, target_of, warmup  # noqa: E402
 from portable.platform.detect import describe  # noqa: E402
 
 
@@ -286,6 +287,82 @@ def test_warmup_is_enough_for_a_capture():
         gpu.capturing = True
         call()
         assert (gpu.loaded, len(gpu.launches)) == (1, 1)
+
+
+def test_a_recording_is_its_threads_own():
+    """What another thread launches meanwhile runs; what it keeps then launches later on."""
+    recording, done, calls = threading.Event(), threading.Event(), []
+
+    def warm():
+        with recorded(describe("gfx942")) as found:
+            recording.set()
+            assert done.wait(60)
+            call(stride=48)
+            calls.extend(found)
+
+    with pretended() as gpu:
+        ours = replace(describe("sm90"), device="cuda:0")
+        launching._targets[0] = ours
+        typed = Typed(launching.bound(kernel, {"BLOCK": 64}))
+        arguments = half(), None, 128, 5, 0.5, (half(), 3)
+        thread = threading.Thread(target=warm)
+        thread.start()
+        assert recording.wait(60)
+        try:
+            call(), typed((1,), *arguments)
+            with launching.reached([half()]):
+                assert target_of(half()) is ours
+            with recorded(ours) as inner:
+                call()
+            call()
+        finally:
+            done.set()
+            thread.join()
+            del launching._targets[0]
+        assert len(gpu.launches) == 3 and len(inner) == 1
+        assert [each.arguments[2] for each in calls] == [48]
+        call(), typed((1,), *arguments)
+        assert len(gpu.launches) == 5 and not launching._recordings
+
+
+def test_nothing_is_kept_of_a_recording():
+    """Whether a launch was first met before, in or after one, by name or kept, it then runs, and in it does not."""
+    meta = torch.empty(64, dtype=torch.float16, device="meta")
+    with pretended() as gpu:
+        typed = Typed(launching.bound(kernel, {"BLOCK": 64}))
+        rest = None, 128, 5, 0.5, (half(), 3)
+        for turn in range(3):
+            with recorded(describe("sm90")) as calls, recorded(describe("sm90")) as inner:
+                typed((1,), meta, *rest), launch(kernel, (1,), meta, *rest, BLOCK=64)
+                launch(kernel, (1,), meta, *rest[:-1], 7, BLOCK=64)
+            assert (len(calls), len(inner), len(gpu.launches)) == (0, 3, 3 * turn)
+            typed((1,), half(), *rest), launch(kernel, (1,), half(), *rest, BLOCK=64)
+            launch(kernel, (1,), half(), *rest[:-1], 7, BLOCK=64)
+        with pytest.raises(KeyError), recorded(describe("sm90")):
+            raise KeyError
+        typed((1,), half(), *rest)
+        assert len(gpu.launches) == 10
+
+
+def test_two_threads_share_what_is_compiled(monkeypatch):
+    """Both find one `Bound` and one `Kernel` that a warm-up fills, whoever makes it last."""
+    made, kinds = {}, (Bound, fast.Kernel)
+
+    def meanwhile(kind, again):
+        def make(*arguments):
+            if kind not in made:
+                made[kind] = None
+                made[kind] = again(*arguments)  # another thread was faster
+            return kind(*arguments)
+
+        return make
+
+    with pretended():
+        monkeypatch.setattr(launching, "Bound", meanwhile(kinds[0], launching.bound))
+        mine = launching.bound(kernel, {"BLOCK": 64})
+        arguments = half(), None, 128, 5, 0.5, half()
+        monkeypatch.setattr(launching, "Kernel", meanwhile(kinds[1], lambda *_: mine.kernel_of(arguments)))
+        assert mine.kernel_of(arguments) is made[kinds[1]] and mine is made[kinds[0]]
 
 
 @pytest.mark.parametrize("breaks", ["names", "attribute"])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from portable.backends.digits import pages_of
+from portable.backends.digits import digits_of
 from portable.backends.triton import fp8
 from portable.backends.triton.archs import on_gpus
-from portable.backends.triton.launch import launch, target_of
+from portable.backends.triton.launch import KEPT, Typed, bound, target_of
 from portable.kernel import KV, Kernel, Op, Segment
 from portable.layer import CACHE_LAYOUTS, Layer, LayerTensors
-from portable.ragged import cdiv, cu_from_lens, next_power_of_2
+from portable.ragged import cu_from_lens, next_power_of_2
 from portable.sets import ANY_SIZE
 
 
@@ -25,6 +26,18 @@ class Tile(NamedTuple):
 
 
 TILES = {"nvidia": Tile(32, 4), "amd": Tile(64, 4)}
+
+# of K or V: width, strides of rows, sizes and strides of pages, and from a head's scale to the next (None: no scale)
+Part = tuple[int, tuple[int, ...], torch.Size, tuple[int, ...], int | None]
+
+
+class Launch(NamedTuple):
+    """What parts launch; all but tensors, and numbers that differ from step to step."""
+
+    launch: Typed
+    rows: int  # of a program
+    constants: tuple[Any, ...]  # in the kernel's order: strides of scales, of rows where they are read, of pages
+    sizes: tuple[int, ...]  # tokens of all pages where they are written, and of one
 
 
 @triton.jit
@@ -138,44 +151,58 @@ def write(
 
     For MLA, k is [T, rank + rope] without v, or [T, rank] with the roped part [T, rope] as v: no tensor holds both.
     """
-    layout = layer.cache_layout
-    if layer.family == "mla" and v is not None:
-        parts = [(k, kv.k[..., : k.shape[-1]], "k"), (v, kv.k[..., k.shape[-1] :], "k")]
-    else:
-        parts = [(k, kv.k, "k")] + ([] if v is None or kv.v is None else [(v, kv.v, "v")])
-    tokens = len(slot_mapping)
+    tokens = slot_mapping.numel()
     if not tokens:
         return
-    tile = TILES[target_of(kv.k).vendor]
-    heads = 1 if layer.family == "mla" else layer.num_kv_heads
-    pages = [pages_of(tensor, part, layout) for _, tensor, part in parts]
-    page_size = kv.k.shape[1] if layout == "strided" else kv.k.shape[3]
-    stored = fp8_constants(kv.k.dtype)
-    scales = [None if stored is None else tensors.v_scale if part == "v" else tensors.k_scale for *_, part in parts]
-    widths = tuple(new.shape[-1] for new, *_ in parts)
-    blocks = tuple(next_power_of_2(max(widths) if layer.family != "mla" else width) for width in widths)
+    k_pages, v_pages = kv
+    mla, k_scale, v_scale = layer.family == "mla", None, None
+    if k_pages.dtype in fp8.FLAVOURS:
+        k_scale = tensors.k_scale
+        v_scale = k_scale if mla else tensors.v_scale
+    heads, first = 1 if mla else layer.num_kv_heads, bytes_of(k_pages)
+    parts = [(k.shape[-1], k.stride(), k_pages.shape, k_pages.stride(), step_of(k_scale))]
+    given: tuple[torch.Tensor, ...] = k, first
+    scales: tuple[torch.Tensor | None, ...] = (k_scale,)
+    if v is not None and (mla or v_pages is not None):
+        pages = k_pages if v_pages is None else v_pages
+        parts.append((v.shape[-1], v.stride(), pages.shape, pages.stride(), step_of(v_scale)))
+        given = k, first, v, first[..., k.shape[-1] :] if mla else bytes_of(pages)
+        scales = k_scale, v_scale
+    made = _writing(target_of(k_pages).vendor, layer.cache_layout, mla, heads, k_pages.dtype, *parts)
+    grid = -(-tokens * heads // made.rows), len(scales)
+    made.launch(grid, given, scales, *made.constants, slot_mapping, tokens, *made.sizes)
+
+
+@lru_cache(KEPT)
+def _writing(vendor: str, layout: str, mla: bool, heads: int, stored: torch.dtype, *parts: Part) -> Launch:
+    tile, widths = TILES[vendor], tuple(width for width, *_ in parts)
+    digits = [
+        digits_of(sizes, strides, "v" if i and not mla else "k", layout)
+        for i, (_, _, sizes, strides, _) in enumerate(parts)
+    ]
+    blocks = tuple(next_power_of_2(width if mla else max(widths)) for width in widths)
     # a latent of 512 and its 64 columns beside it: 32 rows of both took 10.7 us where a copy took 8.5
-    rows = tuple(tile.rows if layer.family != "mla" else max(1, tile.rows * 128 // block) for block in blocks)
-    launch(
-        _write,
-        (cdiv(tokens * heads, min(rows)), len(parts)),
-        tuple(t for (new, *_), p in zip(parts, pages, strict=True) for t in (new, bytes_of(p.tensor))),
-        tuple(scales),
-        tuple(0 if s is None or s.numel() == 1 else s.stride(0) for s in scales),
-        tuple(s for new, *_ in parts for s in (new.stride(0), new.stride(1) if new.dim() == 3 else 0)),
-        tuple(p.strides for p in pages),
-        slot_mapping,
-        tokens,
-        kv.k.shape[0] * page_size,
-        page_size,
-        HEADS=heads,
-        WIDTHS=widths,
-        PACKED=tuple(x for p in pages for x in (p.packed_offset, p.packed_column)),
-        ROWS=rows,
-        BLOCKS=blocks,
-        FP8=stored,
-        num_warps=tile.warps,
+    rows = tuple(max(1, tile.rows * 128 // block) if mla else tile.rows for block in blocks)
+    options = {
+        "HEADS": heads,
+        "WIDTHS": widths,
+        "PACKED": tuple(x for each in digits for x in each[1:]),
+        "ROWS": rows,
+        "BLOCKS": blocks,
+        "FP8": fp8.FLAVOURS.get(stored),
+        "num_warps": tile.warps,
+    }
+    constants = (
+        tuple(step or 0 for *_, step in parts),
+        tuple(s for _, strides, *_ in parts for s in (strides[0], strides[1] if len(strides) == 3 else 0)),
+        tuple(each.strides for each in digits),
     )
+    page_size = _page_size(parts[0], layout)
+    return Launch(Typed(bound(_write, options)), min(rows), constants, (parts[0][2][0] * page_size, page_size))
+
+
+def _page_size(part: Part, layout: str) -> int:
+    return part[2][1 if layout == "strided" else 3]
 
 
 @triton.jit
@@ -276,52 +303,72 @@ def _gather(
             )
 
 
-def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
-    """cu_seqlens_k [n + 1] i32 on the device."""
-    return cu_from_lens(segment.seq_lens)
+class Packed(NamedTuple):
+    """Where a gather puts requests."""
+
+    cu_seqlens_k: torch.Tensor  # [n + 1] i32 on the device
+    rows: int  # of the result
+
+
+def prepare_gather(segment: Segment, layer: Layer) -> Packed:
+    """Rows for all keys, and where those of each request start."""
+    return Packed(cu_from_lens(segment.seq_lens), int(segment.host_seq_lens.sum()))
 
 
 def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     """Every request's keys and values in order; rows beyond the last are 0 where host lengths are bounds."""
-    rows, layout = int(segment.host_seq_lens.sum()), layer.cache_layout
-    heads = 1 if layer.family == "mla" else layer.num_kv_heads
-    given = [(kv.k, "k", tensors.k_scale)] + ([] if kv.v is None else [(kv.v, "v", tensors.v_scale)])
-    pages = [pages_of(tensor, part, layout) for tensor, part, _ in given]
-    widths = (layer.latent_dim,) if layer.family == "mla" else (layer.qk_head_dim, layer.v_head_dim)[: len(given)]
-    shapes = [(rows, width) if layer.family == "mla" else (rows, heads, width) for width in widths]
-    made = [torch.empty(shape, dtype=layer.dtype, device=kv.k.device) for shape in shapes]
-    if rows:
-        tile, stored = TILES[target_of(kv.k).vendor], fp8_constants(kv.k.dtype)
-        scales = [None if stored is None else scale for *_, scale in given]
-        assert segment.block_table is not None
-        launch(
-            _gather,
-            (cdiv(rows * heads, tile.rows), len(given)),
-            tuple(t for p, m in zip(pages, made, strict=True) for t in (bytes_of(p.tensor), m)),
-            tuple(scales),
-            tuple(0 if s is None or s.numel() == 1 else s.stride(0) for s in scales),
-            tuple(p.strides for p in pages),
-            segment.prepared,
-            segment.block_table,
-            segment.block_table.stride(0),
-            len(segment.seq_lens),
-            rows,
-            kv.k.shape[1] if layout == "strided" else kv.k.shape[3],
-            HEADS=heads,
-            WIDTHS=widths,
-            PACKED=tuple(x for p in pages for x in (p.packed_offset, p.packed_column)),
-            ROWS=tile.rows,
-            BLOCK=next_power_of_2(max(widths)),
-            FP8=stored,
-            STEPS=max(1, len(segment.seq_lens).bit_length() + 1),
-            num_warps=tile.warps,
-        )
-    return KV(made[0], made[1] if len(made) > 1 else None)
+    k_pages, v_pages = kv
+    starts, rows = segment.prepared
+    mla, k_scale, v_scale, v = layer.family == "mla", None, None, None
+    heads, width = (1, layer.latent_dim) if mla else (layer.num_kv_heads, layer.qk_head_dim)
+    facts: dict[str, Any] = {"dtype": layer.dtype, "device": k_pages.device}
+    # a tuple of sizes would take 0.7 us more
+    k = torch.empty(rows, width, **facts) if mla else torch.empty(rows, heads, width, **facts)
+    if k_pages.dtype in fp8.FLAVOURS:
+        k_scale, v_scale = tensors.k_scale, tensors.v_scale
+    parts = [(width, (), k_pages.shape, k_pages.stride(), step_of(k_scale))]
+    given: tuple[torch.Tensor, ...] = bytes_of(k_pages), k
+    scales: tuple[torch.Tensor | None, ...] = (k_scale,)
+    if v_pages is not None:  # two views of one allocation would take 1.6 us more
+        same = layer.v_head_dim == width
+        v = torch.empty_like(k) if same else torch.empty(rows, heads, layer.v_head_dim, **facts)
+        parts.append((layer.v_head_dim, (), v_pages.shape, v_pages.stride(), step_of(v_scale)))
+        given = *given, bytes_of(v_pages), v
+        scales = k_scale, v_scale
+    if not rows:
+        return KV(k, v)
+    table, requests = segment.block_table, len(segment.host_seq_lens)
+    assert table is not None
+    vendor, steps = target_of(k_pages).vendor, requests.bit_length() + 1
+    made = _gathering(vendor, layer.cache_layout, heads, k_pages.dtype, steps, *parts)
+    grid = -(-rows * heads // made.rows), len(scales)
+    made.launch(grid, given, scales, *made.constants, starts, table, table.stride(0), requests, rows, *made.sizes)
+    return KV(k, v)
 
 
-def fp8_constants(dtype: torch.dtype) -> Any:
-    """What `fp8` takes for a type; None for a type that is not fp8."""
-    return fp8.FLAVOURS.get(dtype)
+@lru_cache(KEPT)
+def _gathering(vendor: str, layout: str, heads: int, stored: torch.dtype, steps: int, *parts: Part) -> Launch:
+    tile, widths = TILES[vendor], tuple(width for width, *_ in parts)
+    digits = [
+        digits_of(sizes, strides, part, layout) for part, (_, _, sizes, strides, _) in zip("kv", parts, strict=False)
+    ]
+    options = {
+        "HEADS": heads,
+        "WIDTHS": widths,
+        "PACKED": tuple(x for each in digits for x in each[1:]),
+        "ROWS": tile.rows,
+        "BLOCK": next_power_of_2(max(widths)),
+        "FP8": fp8.FLAVOURS.get(stored),
+        "STEPS": steps,
+        "num_warps": tile.warps,
+    }
+    constants = tuple(step or 0 for *_, step in parts), tuple(each.strides for each in digits)
+    return Launch(Typed(bound(_gather, options)), tile.rows, constants, (_page_size(parts[0], layout),))
+
+
+def step_of(scale: torch.Tensor | None) -> int | None:
+    """From a head's scale to the next one's: 0 where they share one, None where there is none."""
+    return None if scale is None else 0 if scale.numel() == 1 else scale.stride(0)
 
 
 def bytes_of(pages: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ import triton.language as tl
 from portable.backends.triton.archs import on_gpus
 from portable.backends.triton.cache import bytes_of
 from portable.backends.triton.fp8 import FLAVOURS
-from portable.backends.triton.launch import launch, target_of
+from portable.backends.triton.launch import KEPT, Typed, bound, target_of
 from portable.kernel import KV, Kernel, Op
 from portable.layer import CACHE_LAYOUTS, Layer
 from portable.ragged import cdiv, next_power_of_2
@@ -60,36 +62,41 @@ def copy(source: KV, target: KV, pages: torch.Tensor, layer: Layer) -> None:
 
     No page may be both read and written: pairs run at the same time.
     """
+    count = len(pages)
     for come, go in zip(source, target, strict=True):
-        if come is None or go is None or not len(pages):
+        if come is None or go is None or not count:
             continue
-        sizes, from_strides, to_strides = collapsed(come, go)
-        tile, count = TILES[target_of(go).vendor], come[0].numel()
-        block = min(tile.elements, next_power_of_2(count))
-        launch(
-            _copy,
-            (len(pages), cdiv(count, block)),
-            bytes_of(come),
-            bytes_of(go),
-            pages,
-            len(come),
-            len(go),
-            (come.stride(0), *from_strides),
-            (go.stride(0), *to_strides),
-            SIZES=sizes,
-            BLOCK=block,
-            num_warps=tile.warps,
-        )
+        made = _copying(target_of(go).vendor, come.shape, come.stride(), go.shape[0], go.stride())
+        made.launch((count, made.blocks), bytes_of(come), bytes_of(go), pages, *made.rest)
 
 
-def collapsed(come: torch.Tensor, go: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+class Copying(NamedTuple):
+    """What a copy between pools of such sizes and strides launches."""
+
+    launch: Typed
+    blocks: int  # of a page
+    rest: tuple[Any, ...]  # of the arguments
+
+
+@lru_cache(KEPT)
+def _copying(vendor: str, shape: torch.Size, come: tuple[int, ...], num_target: int, go: tuple[int, ...]) -> Copying:
+    sizes, from_strides, to_strides = collapsed(shape[1:], come[1:], go[1:])
+    tile, count = TILES[vendor], shape[1:].numel()
+    block = min(tile.elements, next_power_of_2(count))
+    launch = Typed(bound(_copy, {"SIZES": sizes, "BLOCK": block, "num_warps": tile.warps}))
+    return Copying(launch, cdiv(count, block), (shape[0], num_target, (come[0], *from_strides), (go[0], *to_strides)))
+
+
+def collapsed(
+    shape: Sequence[int], come: Sequence[int], go: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Sizes and both strides inside a page, in as few dimensions as both allow; ones in front up to `DIMS`.
 
-    >>> collapsed(torch.empty(4, 16, 2, 64), torch.empty(8, 16, 2, 64))[0]
-    (1, 1, 1, 2048)
+    >>> collapsed((16, 2, 64), (128, 64, 1), (128, 64, 1))[0], collapsed((16, 2, 64), (128, 64, 1), (256, 64, 1))[0]
+    ((1, 1, 1, 2048), (1, 1, 16, 128))
     """
     dims: list[tuple[int, int, int]] = []
-    for size, a, b in zip(come.shape[1:], come.stride()[1:], go.stride()[1:], strict=True):
+    for size, a, b in zip(shape, come, go, strict=True):
         if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
             dims[-1] = dims[-1][0] * size, a, b
         else:

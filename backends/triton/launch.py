@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +30,18 @@ class _Recording(NamedTuple):
     calls: list[Call]
 
 
+KEPT = 4096  # what each kind of launch keeps by the facts that it follows from
+
 _bound: dict[tuple[Any, ...], Bound] = {}
 _known: dict[tuple[Any, ...], Callable[..., None]] = {}  # by the arguments' types as well
 _targets: dict[int, Target] = {}
-_recording: _Recording | None = None
+_recordings: dict[int, _Recording] = {}  # by thread; a `threading.local` takes 0.07 us more where none is under way
 
 
 def target_of(tensor: torch.Tensor) -> Target:
     """The device that a kernel with this argument runs on; for a CPU tensor the emulated one."""
-    if _recording is not None:
-        return _recording.target
+    if _recordings and (recording := _recordings.get(get_ident())) is not None:
+        return recording.target
     index = tensor.get_device()
     if index < 0:
         return _target(f"emulated:{emulated_arch()}")
@@ -65,12 +68,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     # 1, 1.0 and True are equal
     key = (id(kernel), *map(type, arguments), *options, *values, *map(type, values))
     known = _known.get(key)
-    if known is not None and _recording is None:
+    recording = _recordings and get_ident() in _recordings
+    if known is not None and not recording:
         known(grid, *arguments)
         return
     made = bound(kernel, options)
     made(grid, *arguments)
-    if _recording is None and tuple not in map(type, arguments):  # of a tuple, its parts' types count as well
+    if not recording and tuple not in map(type, arguments):  # of a tuple, its parts' types count as well
         _known[key] = made.kernel_of(arguments).launch
 
 
@@ -79,8 +83,8 @@ def bound(kernel: Any, options: Mapping[str, Any]) -> Bound:
     values = options.values()
     named = (id(kernel), *options, *values, *map(type, values))
     found = _bound.get(named)
-    if found is None:
-        found = _bound[named] = Bound(kernel, options)
+    if found is None:  # of two threads that make it, both take the one that a warm-up will find
+        found = _bound.setdefault(named, Bound(kernel, options))
     return found
 
 
@@ -95,8 +99,8 @@ class Bound:
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        if _recording is not None:
-            _recording.calls.append(Call(self, grid, arguments))
+        if _recordings and (recording := _recordings.get(get_ident())) is not None:
+            recording.calls.append(Call(self, grid, arguments))
             return
         self.kernel_of(arguments).launch(grid, *arguments)
 
@@ -107,7 +111,7 @@ class Bound:
             types = tuple(map(_type, arguments))
         found = self._kernels.get(types)
         if found is None:
-            found = self._kernels[types] = Kernel(self.kernel, self.options, types, _on)
+            found = self._kernels.setdefault(types, Kernel(self.kernel, self.options, types, _on))
         return found
 
     def warmup(self, device: int, grid: tuple[int, ...], *arguments: Any) -> bool:
@@ -118,15 +122,43 @@ class Bound:
         return self.kernel_of(arguments).warmup(device, grid, arguments)
 
 
+class Typed:
+    """A `Bound` for arguments of one set of types, those of its first launch, which are not looked at again.
+
+    Where arguments are tuples that takes 2 to 4 us less. Whoever keeps it keeps it by whatever may be None.
+    """
+
+    __slots__ = ("_launch", "bound")
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+        self._launch: Callable[..., None] | None = None
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        if _recordings:  # perhaps this thread's: what is kept comes from a launch
+            self.bound(grid, *arguments)
+            return
+        launch = self._launch
+        if launch is None:
+            launch = self._launch = self.bound.kernel_of(arguments).launch
+        launch(grid, *arguments)
+
+
 @contextmanager
 def recorded(target: Target) -> Iterator[list[Call]]:
-    """Within the block launches are collected and nothing runs: tensors may be meta tensors, and are `target`'s."""
-    global _recording
-    before, _recording = _recording, _Recording(target, [])
+    """Within the block this thread's launches are collected and nothing runs.
+
+    Its tensors may be meta tensors, and are `target`'s. Other threads launch as ever.
+    """
+    thread, mine = get_ident(), _Recording(target, [])
+    before, _recordings[thread] = _recordings.get(thread), mine
     try:
-        yield _recording.calls
+        yield mine.calls
     finally:
-        _recording = before
+        if before is None:
+            del _recordings[thread]
+        else:
+            _recordings[thread] = before
 
 
 @contextmanager
@@ -136,7 +168,8 @@ def reached(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     Args:
         tensors: of one device.
     """
-    found = [tensor for tensor in tensors if tensor.device.type == "cpu"] if _recording is None else []
+    recording = _recordings and get_ident() in _recordings
+    found = [tensor for tensor in tensors if tensor.device.type == "cpu"] if not recording else []
     with reachable(found) if found else nullcontext():
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from portable.backends.triton.archs import on_gpus
-from portable.backends.triton.launch import launch, target_of
+from portable.backends.triton.launch import KEPT, Typed, bound, target_of
 from portable.kernel import Kernel, Op
 from portable.ragged import cdiv, next_power_of_2
 from portable.sets import ANY_SIZE
@@ -102,31 +103,43 @@ def merge(
         merge(outs[:MOST_PARTS], lses[:MOST_PARTS], None, some, log)
         merge((some, *outs[MOST_PARTS:]), (log, *lses[MOST_PARTS:]), sinks, out, lse)
         return
-    tokens, heads, width = out.shape
     if not out.numel():
         return
-    tile = TILES[target_of(out).vendor]
-    strides = tuple(s for o, x in zip(outs, lses, strict=True) for s in (*o.stride()[:2], *x.stride()))
-    launch(
-        _merge,
-        (cdiv(tokens, tile.tokens), cdiv(heads, tile.heads)),
-        tuple(outs),
-        tuple(lses),
-        strides,
-        sinks,
-        out,
-        lse,
-        *out.stride()[:2],
-        *((0, 0) if lse is None else lse.stride()),
-        tokens,
-        heads,
-        N=len(outs),
-        WIDTH=width,
-        TOKENS=tile.tokens,
-        HEADS=tile.heads,
-        BLOCK=min(tile.width, next_power_of_2(width)),
-        num_warps=tile.warps,
+    made = _merging(
+        target_of(out).vendor,
+        out.shape,
+        tuple([s for o, x in zip(outs, lses, strict=True) for s in (*o.stride()[:2], *x.stride())]),
+        sinks is not None,
+        lse is not None,
     )
+    results = *out.stride()[:2], *((0, 0) if lse is None else lse.stride())
+    made.launch(made.grid, tuple(outs), tuple(lses), made.strides, sinks, out, lse, *results, *made.sizes)
+
+
+class _Merging(NamedTuple):
+    """What a merge of such sizes and strides launches."""
+
+    launch: Typed
+    grid: tuple[int, int]
+    strides: tuple[int, ...]
+    sizes: tuple[int, int]  # tokens, heads
+
+
+@lru_cache(KEPT)
+def _merging(vendor: str, shape: torch.Size, strides: tuple[int, ...], sinks: bool, lse: bool) -> _Merging:
+    """`sinks` and `lse` are here for `Typed`, for each may be None."""
+    tokens, heads, width = shape
+    tile = TILES[vendor]
+    options = {
+        "N": len(strides) // 4,
+        "WIDTH": width,
+        "TOKENS": tile.tokens,
+        "HEADS": tile.heads,
+        "BLOCK": min(tile.width, next_power_of_2(width)),
+        "num_warps": tile.warps,
+    }
+    grid = cdiv(tokens, tile.tokens), cdiv(heads, tile.heads)
+    return _Merging(Typed(bound(_merge, options)), grid, strides, (tokens, heads))
 
 
 KERNELS = (Kernel(on_gpus(op=Op.MERGE, name="triton.merge", head_dims=ANY_SIZE, gqa_ratios=ANY_SIZE), merge),)

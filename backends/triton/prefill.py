@@ -12,7 +12,7 @@ import triton.language as tl
 
 from portable.backends.triton.archs import on_gpus
 from portable.backends.triton.fp8 import FLAVOURS
-from portable.backends.triton.launch import launch, target_of
+from portable.backends.triton.launch import Bound, bound, target_of
 from portable.backends.triton.prefill_kernel import FAR, LOG2E, attention
 from portable.backends.triton.prefill_tiles import NO_BF16_CONVERSION, OPEN, VECTOR_PAGES, Work, pieces, plan
 from portable.backends.triton.strides import common_step
@@ -45,50 +45,79 @@ def attend(
     """Serve PREFILL and PAGED: `segment.block_table` tells which."""
     assert kv.v is not None
     work: Work = segment.prepared
-    tile, target = work.tile, work.target
     if not work.tiles:
         return
-    paged = segment.block_table is not None
-    stored = kv.k.dtype
-    fp8 = FLAVOURS.get(stored)
-    native = NATIVE.get((target.fp8, stored))
-    k, v = (pages.view(torch.uint8) if fp8 else pages for pages in (kv.k, kv.v))
-    (k_page, k_token, k_head), (v_page, v_token, v_head) = (
-        pages.stride()[:3] if paged else (0, *pages.stride()[:2]) for pages in (k, v)
-    )
-    k_scale, v_scale = (tensors.k_scale, tensors.v_scale) if fp8 else (None, None)
-    per_head = any(scale is not None and scale.numel() > 1 for scale in (k_scale, v_scale))
+    k, v, table = kv.k, kv.v, segment.block_table
+    stored, k_scale, v_scale, per_head = k.dtype, None, None, False
+    if stored.itemsize == 1:
+        k, v, k_scale, v_scale = k.view(torch.uint8), v.view(torch.uint8), tensors.k_scale, tensors.v_scale
+        per_head = any([scale is not None and scale.numel() > 1 for scale in (k_scale, v_scale)])
     if per_head:
         k_scale, v_scale = (s if s is None else s.expand(layer.num_kv_heads).contiguous() for s in (k_scale, v_scale))
-    causal = segment.causal if isinstance(segment.causal, torch.Tensor) else None
-    left, right = (OPEN if side is None else min(side, OPEN) for side in layer.window)
+    k_page = v_page = 0
+    if table is None:
+        (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
+    else:
+        (k_page, k_token, k_head, _), (v_page, v_token, v_head, _) = k.stride(), v.stride()
+    strides = *q.stride()[:2], k_page, k_token, k_head, v_page, v_token, v_head, *out.stride()[:2]
+    step = 1
+    if (layer.qk_head_dim | layer.v_head_dim) % 16:
+        step = common_step(*strides)
+        strides = tuple([stride // step for stride in strides])
+    key = (stored, per_head, max(k_token, v_token) < FAR.value, step)
+    kernel = work.kernels.get(key)
+    if kernel is None:
+        kernel = work.kernels[key] = _kernel(work, segment, layer, *key)
+    causal = segment.causal
+    left, right = layer.window
     scale, softcap = layer.scale * LOG2E.value, 0.0
     if layer.softcap is not None:
         scale, softcap = 2 * scale / layer.softcap, layer.softcap * LOG2E.value
-    near = max(k_token, v_token) < FAR.value
-    strides = *q.stride()[:2], k_page, k_token, k_head, v_page, v_token, v_head, *out.stride()[:2]
-    step = common_step(*strides) if (layer.qk_head_dim | layer.v_head_dim) % 16 else 1
+    kernel(
+        (room(work.tiles, work.target.xcds) * layer.num_kv_heads,),
+        q, k, v, out, lse, work.order, segment.cu_seqlens_q, segment.seq_lens, work.key_starts, table,
+        None if causal is True or causal is False else causal,
+        tensors.sinks if layer.sinks else None, tensors.alibi if layer.alibi else None, k_scale, v_scale,
+        *strides, *((0, 0) if lse is None else lse.stride()), 0 if table is None else table.stride(0),
+        len(segment.host_seq_lens), work.tiles, OPEN if left is None else min(left, OPEN),
+        0 if causal is True else OPEN if right is None else min(right, OPEN), scale, softcap,
+    )  # fmt: skip
+
+
+def _kernel(
+    work: Work, segment: Segment, layer: Layer, stored: torch.dtype, per_head: bool, near: bool, step: int
+) -> Bound:
+    """The kernel with everything that is constant for the layers of a step."""
+    tile, target, fp8 = work.tile, work.target, FLAVOURS.get(stored)
     qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece)
     v_main, v_tail = pieces(layer.v_head_dim, tile.piece)
-    launch(
-        attention,
-        (room(work.tiles, target.xcds) * layer.num_kv_heads,),
-        q, k, v, out, lse, work.order, segment.cu_seqlens_q, segment.seq_lens, work.key_starts, segment.block_table,
-        causal, tensors.sinks if layer.sinks else None, tensors.alibi if layer.alibi else None, k_scale, v_scale,
-        *(strides if step == 1 else [stride // step for stride in strides]),
-        0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
-        segment.block_table.stride(0) if segment.block_table is not None else 0,
-        len(segment.seq_lens), work.tiles, left, 0 if segment.causal is True else right, scale, softcap,
-        KV_HEADS=layer.num_kv_heads, GROUP=layer.group, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-        PAGE=segment.page_size if paged else None, FP8=None if fp8 is None else tuple(fp8), NATIVE=native,
-        QK_MAIN=qk_main, QK_TAIL=qk_tail, QK_WIDTH=layer.qk_head_dim,
-        V_MAIN=v_main, V_TAIL=v_tail, V_WIDTH=layer.v_head_dim,
-        LEFT=layer.window[0] is not None, SOFTCAP=layer.softcap is not None,
-        SCALE_HEADS=per_head, NEAR=near, STEP=step,
-        HALF_UP=layer.dtype is torch.bfloat16 and target.arch in NO_BF16_CONVERSION,
-        SCALAR_PAGE=target.arch not in VECTOR_PAGES, EDGE_STAGES=tile.edge_stages, XCDS=target.xcds,
-        num_warps=tile.warps, num_stages=tile.stages, **tile.options,
-    )  # fmt: skip
+    options = {
+        "KV_HEADS": layer.num_kv_heads,
+        "GROUP": layer.group,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "PAGE": None if segment.block_table is None else segment.page_size,
+        "FP8": None if fp8 is None else tuple(fp8),
+        "NATIVE": NATIVE.get((target.fp8, stored)),
+        "QK_MAIN": qk_main,
+        "QK_TAIL": qk_tail,
+        "QK_WIDTH": layer.qk_head_dim,
+        "V_MAIN": v_main,
+        "V_TAIL": v_tail,
+        "V_WIDTH": layer.v_head_dim,
+        "LEFT": layer.window[0] is not None,
+        "SOFTCAP": layer.softcap is not None,
+        "SCALE_HEADS": per_head,
+        "NEAR": near,
+        "STEP": step,
+        "HALF_UP": layer.dtype is torch.bfloat16 and target.arch in NO_BF16_CONVERSION,
+        "SCALAR_PAGE": target.arch not in VECTOR_PAGES,
+        "EDGE_STAGES": tile.edge_stages,
+        "XCDS": target.xcds,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return bound(attention, options | dict(tile.options))
 
 
 HEAD_DIMS = multiple_of(8, up_to=256, at_least=16)

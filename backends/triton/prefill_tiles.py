@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from portable.backends.triton.launch import Bound
 from portable.kernel import Segment
 from portable.layer import Layer
 from portable.platform.target import Target
@@ -41,6 +42,7 @@ class Work:
     tiles: int  # of a KV head; an upper bound where `order` is None
     order: torch.Tensor | None  # [tiles, 2] i32 (request, tile of the request); None: found on the device
     key_starts: torch.Tensor | None  # [n] i32, where a request's rows of contiguous K/V begin; None for pages
+    kernels: dict[tuple[object, ...], Bound] = field(default_factory=dict)  # of a step's layers, by their constants
 
 
 def pieces(width: int, most: int = 256) -> tuple[int, int]:

@@ -7,6 +7,7 @@ the same lanes wrote it. Pools are reached by address, from a table that is made
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from portable.backends.state_table import Tables
 from portable.backends.triton.archs import on_gpus
-from portable.backends.triton.launch import launch, reached
+from portable.backends.triton.launch import Bound, bound, reached
 from portable.kernel import Kernel, Op
 from portable.sets import ANY_SIZE
 
@@ -64,23 +65,27 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     Raises:
         ValueError: a slot of a pool has gaps inside.
     """
-    every = [pool for group in pools for pool in group]
-    if not every or not len(copies):
+    if not any(pools) or not copies.numel():
         return
     table, unit = _tables.of(pools)
-    with reached(every if table.get_device() < 0 else ()):
-        launch(
-            _state_copy,
-            (len(table),),
-            table,
-            copies,
-            cu_copies,
-            UNIT=min(unit, 8),
-            WIDE=unit == 16,
-            BLOCK=elements(unit),
-            num_warps=4,
-            num_stages=1,  # a load must not move before the store of the pair in front
-        )
+    blocks = table.shape[0]
+    if table.get_device() >= 0:
+        _kernel(unit)((blocks,), table, copies, cu_copies)
+    else:
+        with reached([pool for group in pools for pool in group]):
+            _kernel(unit)((blocks,), table, copies, cu_copies)
+
+
+@cache
+def _kernel(unit: int) -> Bound:
+    options = {
+        "UNIT": min(unit, 8),
+        "WIDE": unit == 16,
+        "BLOCK": elements(unit),
+        "num_warps": 4,
+        "num_stages": 1,  # a load must not move before the store of the pair in front
+    }
+    return bound(_state_copy, options)
 
 
 KERNELS = (

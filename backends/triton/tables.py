@@ -5,13 +5,15 @@ The functions have the names, arguments and results of those in `portable.paging
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from portable.backends.triton.launch import launch
+from portable.backends.triton.launch import KEPT, Bound, bound
 from portable.paging import PageCsr
-from portable.ragged import cdiv, next_power_of_2
+from portable.ragged import next_power_of_2
 
 BLOCK = 256
 
@@ -33,22 +35,26 @@ def slot_mapping(
     block_table: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """[T] int64; see `portable.paging.slot_mapping`."""
-    slots = torch.empty(len(positions), dtype=torch.int64, device=block_table.device)
-    if len(slots):
-        launch(
-            _slot_mapping,
-            (cdiv(len(slots), BLOCK),),
+    tokens = positions.numel()
+    slots = torch.empty(tokens, dtype=torch.int64, device=block_table.device)
+    if tokens:
+        _slot_mapping_kernel()(
+            (-(-tokens // BLOCK),),
             block_table,
             requests,
             positions,
             slots,
             block_table.stride(0),
-            len(slots),
+            tokens,
             block_table.shape[1],
             page_size,
-            BLOCK=BLOCK,
         )
     return slots
+
+
+@cache
+def _slot_mapping_kernel() -> Bound:
+    return bound(_slot_mapping, {"BLOCK": BLOCK})
 
 
 @triton.jit
@@ -86,12 +92,12 @@ def page_table_from_tokens(
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, width] int32; see `portable.paging.page_table_from_tokens`."""
-    table = torch.empty(len(rows), width, dtype=torch.int32, device=req_to_token.device)
-    if table.numel():
-        block = min(BLOCK, next_power_of_2(width))
-        launch(
-            _page_table,
-            (len(rows), cdiv(width, block)),
+    requests = rows.numel()
+    table = torch.empty(requests, width, dtype=torch.int32, device=req_to_token.device)
+    if requests and width:
+        block, kernel = _page_table_kernel(width)
+        kernel(
+            (requests, -(-width // block)),
             req_to_token,
             rows,
             seq_lens,
@@ -101,9 +107,14 @@ def page_table_from_tokens(
             req_to_token.shape[1],
             width,
             page_size,
-            BLOCK=block,
         )
     return table
+
+
+@lru_cache(KEPT)
+def _page_table_kernel(width: int) -> tuple[int, Bound]:
+    block = min(BLOCK, next_power_of_2(width))
+    return block, bound(_page_table, {"BLOCK": block})
 
 
 @triton.jit
@@ -147,12 +158,11 @@ def _page_csr(
 
 def page_csr(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, num_pages: int) -> PageCsr:
     """See `portable.paging.page_csr`; `block_table` has a column at least."""
-    requests, device = len(seq_lens), block_table.device
-    indptr, indices, last = (
-        torch.empty(n, dtype=torch.int32, device=device) for n in (requests + 1, num_pages, requests)
-    )
-    launch(
-        _page_csr,
+    requests, device = seq_lens.numel(), block_table.device
+    indptr = torch.empty(requests + 1, dtype=torch.int32, device=device)
+    indices = torch.empty(num_pages, dtype=torch.int32, device=device)
+    last = torch.empty(requests, dtype=torch.int32, device=device)
+    _page_csr_kernel(requests)(
         (requests + 1,),
         block_table,
         seq_lens,
@@ -164,7 +174,10 @@ def page_csr(block_table: torch.Tensor, seq_lens: torch.Tensor, page_size: int, 
         requests,
         num_pages,
         page_size,
-        REQUESTS=next_power_of_2(max(1, requests)),
-        BLOCK=BLOCK,
     )
     return PageCsr(indptr, indices, last, page_size)
+
+
+@lru_cache(KEPT)
+def _page_csr_kernel(requests: int) -> Bound:
+    return bound(_page_csr, {"REQUESTS": next_power_of_2(max(1, requests)), "BLOCK": BLOCK})

@@ -129,7 +129,8 @@ def decoded(kernels: list[Kernel], device: torch.device, work: Workload) -> dict
 def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of a write, a gather and a merge of so many tokens, and what as many requests of 64 keys take.
 
-    That is a decode, copies of two states each, new pages in a table, a step more, and an engine's table brought.
+    That is a decode, a copy of a page and of two states each, new pages in a table, a step more, and an engine's table
+    brought; and page tables in one launch, where Triton is among the providers.
     """
     bf16: Any = {"dtype": torch.bfloat16, "device": device}
     work = work_of(LAYER, tokens, 64)
@@ -145,7 +146,10 @@ def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[
     pairs = torch.arange(2 * tokens, device=device).view(2, tokens).T.contiguous()
     lens = torch.full((tokens,), 63, dtype=torch.int32, device=device)
     table = torch.zeros(tokens, 8, dtype=torch.int32, device=device)
+    pages = torch.stack([slots, slots + tokens], 1)
+    pool = KV(*(torch.zeros(2 * tokens, 16, LAYER.num_kv_heads, LAYER.qk_head_dim, **bf16) for _ in range(2)))
     step = {
+        Op.CACHE_COPY: (pool, pool, pages, LAYER),
         Op.STATE_COPY: ([states], pairs, torch.tensor([0, tokens], dtype=torch.int32, device=device)),
         Op.REFRESH: (slots, lens, table.view(-1)),
         Op.ADVANCE: (lens, table, slots.clone(), slots.clone(), 16, 64),
@@ -162,6 +166,30 @@ def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[
             yield kernel.name, calls(problem, kernel)[0]
         elif kernel.caps.op in step:
             yield kernel.name, partial(kernel.run, *step[kernel.caps.op])
+    if any(kernel.caps.provider == "triton" for kernel in kernels):
+        from portable.backends.triton import tables
+
+        yield "triton slot_mapping", partial(tables.slot_mapping, table, slots, lens, 16)
+        yield "triton page_table", partial(tables.page_table_from_tokens, table, slots, lens, 16, 4)
+        yield "triton page_csr", partial(tables.page_csr, table, lens, 16, 4 * tokens)
+
+
+def prompts(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of one prompt of so many tokens, 64 at least: packed keys, and keys in pages."""
+    tokens = max(64, tokens)
+    for op, page in ((Op.PREFILL, None), (Op.PAGED, 16)):
+        work = Workload(name="prompt", layer=LAYER, query_lens=(tokens,), seq_lens=(tokens,), page_size=page)
+        problem = build(work, Pool(device, [work]))
+        needs = Needs(page_size=page, query_len=tokens, seq_len=tokens)
+        for kernel in kernels:
+            if kernel.caps.op is op and not kernel.why_not(detect(str(device)), LAYER, needs):
+                yield f"{kernel.name} prompt", calls(problem, kernel)[0]
+
+
+def every(
+    found: list[Kernel], among: list[Kernel], device: torch.device, tokens: int
+) -> dict[str, Callable[[], object]]:
+    return dict([*eager(found, device, tokens), *prompts(among, device, tokens)])
 
 
 def finished(call: Callable[[], object], device: torch.device) -> float:
@@ -197,11 +225,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     device, providers = torch.device(args.device), args.providers.split(",")
     target, needs = detect(str(device)), Needs(page_size=16, query_len=1, seq_len=64)
-    found = [
-        kernel
-        for kernel in load_kernels()
-        if kernel.caps.provider in providers and not kernel.why_not(target, LAYER, needs)
-    ]
+    among = [kernel for kernel in load_kernels() if kernel.caps.provider in providers]
+    found = [kernel for kernel in among if not kernel.why_not(target, LAYER, needs)]
     if not found:
         parser.error(f"--providers {args.providers} --device {device}: none of their kernels runs there")
     rows: dict[str, dict[str, Measure]] = {}
@@ -210,12 +235,17 @@ def main(argv: list[str]) -> int:
         if kernels and re.search(args.only, subject.name):
             rows[subject.name] = subject.run(kernels, device)
             print(subject.name, {name: each.failed or round(each.us, 2) for name, each in rows[subject.name].items()})
+
+    def timed(tokens: int) -> Iterator[tuple[str, Callable[[], object]]]:
+        yield from eager(found, device, tokens)
+        yield from prompts(among, device, tokens)
+
     host, latency = dict[str, float](), dict[str, float]()
     if re.search(args.only, "host"):
-        host = {name: in_a_loop(call, device) for name, call in eager(found, device, 8)}
+        host = {name: in_a_loop(call, device) for name, call in timed(8)}
         print("host", {name: round(us, 2) for name, us in host.items()})
     for tokens in SHORT if re.search(args.only, "latency") else ():
-        latency |= {f"{name} {tokens}": finished(call, device) for name, call in eager(found, device, tokens)}
+        latency |= {f"{name} {tokens}": finished(call, device) for name, call in timed(tokens)}
     print("latency", {name: round(us, 2) for name, us in latency.items()})
     if args.json:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
