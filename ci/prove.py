@@ -1,6 +1,6 @@
 """Runs the contract test of every kernel of this machine, and keeps those that passed: python ci/prove.py [FILE]
 
-A kernel that FILE holds already, proved from the same source, is not run again.
+A kernel that FILE holds already, proved from the same source on such a card, is not run again.
 The file belongs in ci/results/: it counts as a measured lane in the README's table while the source stays the same.
 """
 
@@ -39,12 +39,13 @@ def prove(name: str, at: int = 0, step: int = 1) -> tuple[str, int, int, float]:
 def main(path: str | None) -> int:
     target = detect()
     versions = report.versions(target)
-    result: dict[str, Any] = {"arch": target.arch, "card": target.name, "versions": versions, "kernels": {}}
+    here = {"arch": target.arch, "card": target.name, "versions": versions}
+    result: dict[str, Any] = here | {"kernels": {}}
     kernels = {kernel.name: kernel for kernel in available_kernels()}
     sources = {name: source_hash(kernel) for name, kernel in kernels.items()}
-    if path and Path(path).exists():  # what was proved from the same sources stays
+    if path and Path(path).exists():  # what this card proved from the same sources stays
         earlier = json.loads(Path(path).read_text(encoding="utf-8"))
-        if (earlier["arch"], earlier["versions"]) == (target.arch, versions):
+        if {key: earlier.get(key) for key in here} == here:
             result["kernels"] = {
                 name: it for name, it in earlier["kernels"].items() if it["source"] == sources.get(name)
             }

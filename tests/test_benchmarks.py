@@ -139,6 +139,16 @@ def test_a_row_takes_the_slowest_point_and_no_wrong_output():
     assert "| D2 decode 64/8 d128 | 100 us at D2 64x1k | 94.6 us (fa3) | 0.946x | 0.95x | 1x | short |" in text
 
 
+@pytest.mark.parametrize(("card", "state"), [("NVIDIA H100 80GB HBM3", "aim"), ("NVIDIA H200", "not judged")])
+def test_bounds_in_us_judge_the_card_that_they_are_of(card, state):
+    rows = {name: {"contestants": {"portable a": timed(6.0), "copy": timed(6.0)}} for name in ("merge", *WORKS)}
+    text = table.markdown(gathered([{"machine": {"card": card}, "rows": rows}], []))
+    for row in ("decode 1x1k", "decode 1x8k", "sinks and window 128, 64/8 d64"):
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
+        assert "6.00 us" in line and line.split("|")[-2].strip().startswith(state), line
+    assert "| merge 8192x32x128 beside a copy | 6 us | 6 us (copy) | 1.000x | 0.95x | 1x | aim |" in text
+
+
 def test_committed_results_become_the_table():
     assert measured(ROOT / "ci" / "results").count("One NVIDIA") == len(
         list((ROOT / "ci" / "results").glob("attention-*"))

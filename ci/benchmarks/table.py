@@ -31,6 +31,10 @@ class Goal:
     must: float
     aim: float
     more_is_better: bool
+    card: str = ""  # whose bounds these are, where they are times; a ratio within one run holds on any
+
+    def judges(self, result: Result) -> bool:
+        return self.card in result["machine"].get("card", "")
 
     def met(self, value: float, bound: float) -> bool:
         return value >= bound if self.more_is_better else value <= bound
@@ -122,8 +126,8 @@ GOALS: tuple[Goal, ...] = (
     Goal("D1 decode 32/8 d128, KV >= 128 MiB, page 64", beside("fa3", *points("D1", 64, GRID)), "x", 0.95, 1.0, True),
     Goal("D2 decode 64/8 d128", beside("fa3", *points("D2", 16, "1x32 64x1 64x8 64x32")), "x", 0.95, 1.0, True),
     Goal("D3 decode 64/8 d64", beside("fa3", *points("D3", 16, "8x8 64x1 64x8 256x1 256x8")), "x", 0.95, 1.0, True),
-    Goal("decode 1x1k", alone("D1 1x1k page 16", "D1 1x1k page 64"), "us", 8.7, 7.0, False),
-    Goal("decode 1x8k", alone("D1 1x8k page 16", "D1 1x8k page 64"), "us", 19.5, 18.0, False),
+    Goal("decode 1x1k", alone("D1 1x1k page 16", "D1 1x1k page 64"), "us", 8.7, 7.0, False, "H100"),
+    Goal("decode 1x8k", alone("D1 1x8k page 16", "D1 1x8k page 64"), "us", 19.5, 18.0, False, "H100"),
     Goal("ragged 64 beside FA3, page 16", beside("fa3", "ragged 64 page 16"), "x", 1.0, 1.0, True),
     Goal("ragged 64 beside FA3, page 64", beside("fa3", "ragged 64 page 64"), "x", 1.0, 1.0, True),
     Goal("ragged 256 beside FA3, page 16", beside("fa3", "ragged 256 page 16"), "x", 1.0, 1.0, True),
@@ -168,6 +172,7 @@ GOALS: tuple[Goal, ...] = (
         13.7,
         10.0,
         False,
+        "H100",
     ),
     Goal("merge 8192x32x128 beside a copy", beside("copy", "merge"), "x", 0.95, 1.0, True),
     Goal("cache write 8192x8x128 beside a copy", beside("copy", "cache write page 16"), "x", 0.90, 0.95, True),
@@ -190,6 +195,8 @@ def markdown(result: Result) -> str:
             number = f"{found.value:.3f}x" if goal.unit == "x" else f"{found.value:.2f} us"
             unit = goal.unit if goal.unit == "x" else f" {goal.unit}"
             bounds = f"{number} | {goal.must:g}{unit} | {goal.aim:g}{unit}"
+            if not goal.judges(result):
+                bounds, state = f"{number} | | ", f"not judged: bounds of an {goal.card}"
             text += f"| {goal.row} | {found.mine} | {found.other} | {bounds} | {state} |\n"
     for size in (1, 64, 256):
         times = {name: each for name, each in result["host"].items() if name.startswith(f"decode {size} portable ")}
