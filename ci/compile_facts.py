@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import struct
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import portable
 from portable.platform.detect import describe
 from portable.platform.emulated import static
 from portable.platform.emulated.machine import LDS_BYTES
 
-STRICT = ("gfx90a", "gfx942", "gfx950")  # no spills, 16-byte loads and matrix instructions are asked of these
-WHOLE = ("attend_mla_kernel", "combine_mla_kernel")  # kernels that may spill on no AMD device
+STRICT = ("gfx90a", "gfx942", "gfx950")  # 16-byte loads and matrix instructions are asked of these
+CACHED = ("attend_kernel", "attention")  # kernels that load K and V, each in a line that assigns `k_...` or `v_...`
 MATRIX = re.compile(r"^\s+(v_(?:mfma|smfmac|wmma|swmmac)_\w+)", re.MULTILINE)
 WIDE = re.compile(r"^\s+(?:global|buffer)_load_(?:lds_)?(dwordx4|b128)", re.MULTILINE)
-LOAD = re.compile(r"^\s+(?:global|buffer)_load_", re.MULTILINE)
+LOAD = re.compile(r"^\s+(?:global|buffer)_load_(?:lds_)?(\w+)", re.MULTILINE)
+BYTES = {"dwordx4": 16, "b128": 16, "dwordx3": 12, "b96": 12, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4}
+FRAME = re.compile(r"(\w+\.py):(\d+):\d+")  # of the lines inlined into one another, which a comment at a .loc names
+OPERAND = re.compile(r"\s*([kv])_\w+ = .*load")
+KERNELS = Path(portable.__file__).parent / "backends" / "triton"
 
 
 def facts(made: Any, arch: str) -> dict[str, Any]:
@@ -23,20 +30,28 @@ def facts(made: Any, arch: str) -> dict[str, Any]:
     return _amd(made, arch) if arch.startswith("gfx") else _nvidia(made)
 
 
-def faults(row: dict[str, Any], arch: str, kernel: str, products: bool) -> list[str]:
-    """What no default tile may do; `products`: the kernel multiplies matrices that it loads from K and V."""
+def faults(
+    row: dict[str, Any], arch: str, kernel: str, products: bool, spills: bool = False, least: int = 16
+) -> list[str]:
+    """What no default tile may do.
+
+    `products`: the kernel multiplies matrices that it loads; `spills`: it may; `least`: bytes of a load of K or V.
+    """
     found = []
     limit = describe(arch).shared_memory
     if row["shared"] > limit:
         found.append(f"{row['shared']} bytes of shared memory where {arch} has {limit}")
-    whole = arch in STRICT or (arch.startswith("gfx") and kernel in WHOLE)
-    if whole and (row["vector_spills"] or row["scratch"]):  # scalar ones go to lanes of vector registers, not to memory
+    # scalar ones go to lanes of vector registers, not to memory
+    if arch.startswith("gfx") and not spills and (row["vector_spills"] or row["scratch"]):
         found.append(f"{row['vector_spills']} vector registers are spilled, {row['scratch']} bytes of scratch a lane")
     if arch in STRICT:
         if products and not row["matrix"]:
             found.append("no matrix instruction")
         if products and not row["loads_16"]:
             found.append("no load of 16 bytes a lane")
+        if products and kernel in CACHED:
+            narrow = [name for name in "kv" if row[f"{name}_bytes"] < least]
+            found += [f"{name.upper()} is loaded by {row[f'{name}_bytes']} bytes a lane" for name in narrow]
     return found
 
 
@@ -63,12 +78,27 @@ def _amd(made: Any, arch: str) -> dict[str, Any]:
         "loads": len(LOAD.findall(text)),
         "bytes": int(size[-1]) if size else 0,
     }
+    if made.name in CACHED:
+        row |= narrowest(text)
     if arch in LDS_BYTES:  # whole: occupancy by LDS too, and how busy the hot loop can keep the matrix unit
         read = static.analyse(text, made.name, made.metadata.shared)
         hot = read.hot_loop
         row["occupancy"] = read.occupancy
         row["busy"] = round(hot.matrix_share, 3) if hot else 0.0
     return row
+
+
+def narrowest(text: str) -> dict[str, int]:
+    """Bytes a lane of the narrowest load of K and of V, by the lines of Python that places in the assembly name."""
+    found: dict[str, list[int]] = {"k": [], "v": []}
+    operand = ""
+    for line in text.splitlines():
+        if line.startswith("\t.loc"):
+            lines = (linecache.getline(str(KERNELS / file), int(number)) for file, number in FRAME.findall(line))
+            operand = next((match[1] for match in map(OPERAND.match, lines) if match), "")
+        elif operand and (load := LOAD.match(line)):
+            found[operand].append(BYTES.get(load[1], 2))
+    return {f"{name}_bytes": min(sizes, default=0) for name, sizes in found.items()}
 
 
 def _nvidia(made: Any) -> dict[str, Any]:

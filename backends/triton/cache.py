@@ -22,10 +22,10 @@ from portable.sets import ANY_SIZE
 
 class Tile(NamedTuple):
     rows: int  # of one head of one token
-    warps: int
+    lanes: int  # of four waves of 32 a gfx1100's gather of latents held 512 columns each, and spilled 16 registers
 
 
-TILES = {"nvidia": Tile(32, 4), "amd": Tile(64, 4)}
+TILES = {"nvidia": Tile(32, 128), "amd": Tile(64, 256)}
 
 # of K or V: width, strides of rows, sizes and strides of pages, and from a head's scale to the next (None: no scale)
 Part = tuple[int, tuple[int, ...], torch.Size, tuple[int, ...], int | None]
@@ -168,13 +168,16 @@ def write(
         parts.append((v.shape[-1], v.stride(), pages.shape, pages.stride(), step_of(v_scale)))
         given = k, first, v, first[..., k.shape[-1] :] if mla else bytes_of(pages)
         scales = k_scale, v_scale
-    made = _writing(target_of(k_pages).vendor, layer.cache_layout, mla, heads, k_pages.dtype, *parts)
+    target = target_of(k_pages)
+    made = _writing(target.vendor, target.wave_size, layer.cache_layout, mla, heads, k_pages.dtype, *parts)
     grid = -(-tokens * heads // made.rows), len(scales)
     made.launch(grid, given, scales, *made.constants, slot_mapping, tokens, *made.sizes)
 
 
 @lru_cache(KEPT)
-def _writing(vendor: str, layout: str, mla: bool, heads: int, stored: torch.dtype, *parts: Part) -> Launch:
+def _writing(
+    vendor: str, wave_size: int, layout: str, mla: bool, heads: int, stored: torch.dtype, *parts: Part
+) -> Launch:
     tile, widths = TILES[vendor], tuple(width for width, *_ in parts)
     digits = [
         digits_of(sizes, strides, "v" if i and not mla else "k", layout)
@@ -190,7 +193,7 @@ def _writing(vendor: str, layout: str, mla: bool, heads: int, stored: torch.dtyp
         "ROWS": rows,
         "BLOCKS": blocks,
         "FP8": fp8.FLAVOURS.get(stored),
-        "num_warps": tile.warps,
+        "num_warps": tile.lanes // wave_size,
     }
     constants = (
         tuple(step or 0 for *_, step in parts),
@@ -339,15 +342,17 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
         return KV(k, v)
     table, requests = segment.block_table, len(segment.host_seq_lens)
     assert table is not None
-    vendor, steps = target_of(k_pages).vendor, requests.bit_length() + 1
-    made = _gathering(vendor, layer.cache_layout, heads, k_pages.dtype, steps, *parts)
+    target, steps = target_of(k_pages), requests.bit_length() + 1
+    made = _gathering(target.vendor, target.wave_size, layer.cache_layout, heads, k_pages.dtype, steps, *parts)
     grid = -(-rows * heads // made.rows), len(scales)
     made.launch(grid, given, scales, *made.constants, starts, table, table.stride(0), requests, rows, *made.sizes)
     return KV(k, v)
 
 
 @lru_cache(KEPT)
-def _gathering(vendor: str, layout: str, heads: int, stored: torch.dtype, steps: int, *parts: Part) -> Launch:
+def _gathering(
+    vendor: str, wave_size: int, layout: str, heads: int, stored: torch.dtype, steps: int, *parts: Part
+) -> Launch:
     tile, widths = TILES[vendor], tuple(width for width, *_ in parts)
     digits = [
         digits_of(sizes, strides, part, layout) for part, (_, _, sizes, strides, _) in zip("kv", parts, strict=False)
@@ -360,7 +365,7 @@ def _gathering(vendor: str, layout: str, heads: int, stored: torch.dtype, steps:
         "BLOCK": next_power_of_2(max(widths)),
         "FP8": fp8.FLAVOURS.get(stored),
         "STEPS": steps,
-        "num_warps": tile.warps,
+        "num_warps": tile.lanes // wave_size,
     }
     constants = tuple(step or 0 for *_, step in parts), tuple(each.strides for each in digits)
     return Launch(Typed(bound(_gather, options)), tile.rows, constants, (_page_size(parts[0], layout),))

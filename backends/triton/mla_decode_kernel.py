@@ -12,6 +12,7 @@ import triton.language as tl
 
 from portable.backends.triton.paged_load import load_pages, number
 from portable.backends.triton.paged_result import finish, leave
+from portable.backends.triton.parts import by_row, cut, joined, scores_of, values_of
 
 
 @triton.jit
@@ -19,14 +20,6 @@ def _columns(at, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
     """A tile [n, PAD] of rows that begin at `at`."""
     where = at[:, None] + columns[None, :]
     return tl.load(where) if WIDTH == PAD else tl.load(where, mask=columns[None, :] < WIDTH, other=0)
-
-
-@triton.jit
-def _cut(rows, PIECES: tl.constexpr):
-    """Rows [n, columns] as [PIECES, n, columns of a piece], and as they are where there is one."""
-    if PIECES > 1:
-        rows = tl.permute(tl.reshape(rows, [rows.shape[0], PIECES, rows.shape[1] // PIECES]), 1, 0, 2)
-    return rows
 
 
 @triton.jit(
@@ -62,7 +55,7 @@ def attend_mla_kernel(
     WIDE: tl.constexpr,  # an offset within a page is past 32 bits
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr,  # of the rank: batches of both products, so that a wave holds the columns of its own only
+    PIECES: tl.constexpr,  # of the rank; see `parts`
     RANK: tl.constexpr,
     PAD_V: tl.constexpr,
     ROPE: tl.constexpr,
@@ -107,8 +100,8 @@ def attend_mla_kernel(
 
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
-    latent_queries = _cut(latent_queries, PIECES)
-    total = _cut(tl.zeros([BLOCK_M, PAD_V], tl.float32), PIECES)
+    latent_queries = cut(latent_queries, PIECES)
+    total = cut(tl.zeros([BLOCK_M, PAD_V], tl.float32), PIECES)
     table += request.to(tl.int64) * table_row
     begin = low // BLOCK_N * BLOCK_N
     page = load_pages(table, begin, low, high, False, PAGE, BLOCK_N)
@@ -123,14 +116,13 @@ def attend_mla_kernel(
             begins = k + (page.to(tl.int64) * k_page + offset * k_row)
         latent = _columns(begins, columns, RANK, PAD_V)
         rope = _columns(begins, RANK + rope_columns, RANK + ROPE, RANK + PAD_ROPE)
-        latent = _cut(number(latent, latent_queries.dtype, FP8, NATIVE), PIECES)
+        latent = cut(number(latent, latent_queries.dtype, FP8, NATIVE), PIECES)
         rope = number(rope, rope_queries.dtype, FP8, NATIVE)
         scores = tl.dot(rope_queries, tl.trans(rope), input_precision="ieee")
         if PIECES == 1:
-            scores = tl.dot(latent_queries, tl.trans(latent), scores, input_precision="ieee") * scale
+            scores = scores_of(latent_queries, latent, scores, PIECES) * scale
         else:
-            each = tl.dot(latent_queries, tl.trans(latent, 0, 2, 1), input_precision="ieee")
-            scores = (scores + tl.sum(each, 0)) * scale
+            scores = (scores + tl.sum(scores_of(latent_queries, latent, None, PIECES), 0)) * scale
         scores = tl.where(keys[None, :] < row_high[:, None], scores, float("-inf"))
         top = tl.maximum(most, tl.max(scores, 1))
         shift = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet: -inf - -inf would be NaN
@@ -138,15 +130,10 @@ def attend_mla_kernel(
         shrink = tl.math.exp2(most - shift)
         norm = norm * shrink + tl.sum(weights, 1)
         most = top
-        total *= shrink[:, None]
-        weights = weights.to(latent.dtype)
-        if PIECES > 1:
-            weights = tl.broadcast_to(weights[None, :, :], [PIECES, BLOCK_M, BLOCK_N])
-        total = tl.dot(weights, latent, total, input_precision="ieee")
+        total = values_of(weights.to(latent.dtype), latent, total * by_row(shrink, PIECES), PIECES)
         page = load_pages(table, key + BLOCK_N, low, high, False, PAGE, BLOCK_N)
 
-    if PIECES > 1:
-        total = tl.reshape(tl.permute(total, 1, 0, 2), [BLOCK_M, PAD_V])
+    total = joined(total, PIECES)
     seen = row_high > low
     if k_scale is not None:
         total *= tl.load(k_scale)

@@ -89,8 +89,8 @@ def _kernel(
 ) -> Bound:
     """The kernel with everything that is constant for the layers of a step."""
     tile, target, fp8 = work.tile, work.target, FLAVOURS.get(stored)
-    qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece)
-    v_main, v_tail = pieces(layer.v_head_dim, tile.piece)
+    qk_main, qk_tail = pieces(layer.qk_head_dim, tile.piece, tile.parts)
+    v_main, v_tail = pieces(layer.v_head_dim, tile.piece, tile.parts)
     options = {
         "KV_HEADS": layer.num_kv_heads,
         "GROUP": layer.group,
@@ -105,6 +105,7 @@ def _kernel(
         "V_MAIN": v_main,
         "V_TAIL": v_tail,
         "V_WIDTH": layer.v_head_dim,
+        "PARTS": tile.parts,
         "LEFT": layer.window[0] is not None,
         "SOFTCAP": layer.softcap is not None,
         "SCALE_HEADS": per_head,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from portable.backends.triton.fp8 import decode
+from portable.backends.triton.parts import by_row, cut, joined, scores_of, values_of
 from portable.backends.triton.strides import times
 from portable.backends.triton.xcd import xcd_order
 
@@ -65,8 +66,8 @@ def _sweep(
     position, slope, k_page, k_token, v_page, v_token, scale, softcap,
     MASKED: tl.constexpr, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
     NATIVE: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr, QK_WIDTH: tl.constexpr, V_MAIN: tl.constexpr,
-    V_TAIL: tl.constexpr, V_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, HALF_UP: tl.constexpr,
-    EDGE_STAGES: tl.constexpr, SCALAR_PAGE: tl.constexpr,
+    V_TAIL: tl.constexpr, V_WIDTH: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HALF_UP: tl.constexpr, EDGE_STAGES: tl.constexpr, SCALAR_PAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys `begin` to `end`, multiples of BLOCK_N but for the last, onto the running state of a tile."""
     span = tl.arange(0, BLOCK_N)
@@ -90,10 +91,12 @@ def _sweep(
 
         main: tl.constexpr = QK_WIDTH if QK_WIDTH < QK_MAIN else QK_MAIN
         k_tile = _number(_load(k_at, k_rows, live, main, QK_MAIN, MASKED), q.dtype, FP8, NATIVE)
-        scores = tl.dot(q, k_tile.T, input_precision="ieee")
+        scores = scores_of(q, cut(k_tile, PARTS), None, PARTS)
         if QK_TAIL:
             k_rest = _load(k_at + QK_MAIN, k_rows, live, QK_WIDTH - QK_MAIN, QK_TAIL, MASKED)
-            scores = tl.dot(q_tail, _number(k_rest, q.dtype, FP8, NATIVE).T, scores, input_precision="ieee")
+            scores = scores_of(q_tail, cut(_number(k_rest, q.dtype, FP8, NATIVE), PARTS), scores, PARTS)
+        if PARTS > 1:
+            scores = tl.sum(scores, 0)
 
         # What is left to do to a score is one multiplication, by `factor`, in units of log2.
         if SOFTCAP:
@@ -127,11 +130,11 @@ def _sweep(
             weights = (bits >> 16).to(tl.uint16).to(q.dtype, bitcast=True)
         else:
             weights = weights.to(q.dtype)
-        acc = tl.dot(weights, v_tile, acc * fade[:, None], input_precision="ieee")
+        acc = values_of(weights, cut(v_tile, PARTS), acc * by_row(fade, PARTS), PARTS)
         if V_TAIL:
             v_rest = _load(v_at + V_MAIN, v_rows, live, V_WIDTH - V_MAIN, V_TAIL, MASKED)
-            v_rest = _number(v_rest, q.dtype, FP8, NATIVE)
-            acc_tail = tl.dot(weights, v_rest, acc_tail * fade[:, None], input_precision="ieee")
+            v_rest = cut(_number(v_rest, q.dtype, FP8, NATIVE), PARTS)
+            acc_tail = values_of(weights, v_rest, acc_tail * by_row(fade, PARTS), PARTS)
     return acc, acc_tail, total, most
 
 
@@ -156,9 +159,9 @@ def attention(
     table_row, requests, tiles, left, right, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, QK_MAIN: tl.constexpr, QK_TAIL: tl.constexpr, QK_WIDTH: tl.constexpr,
-    V_MAIN: tl.constexpr, V_TAIL: tl.constexpr, V_WIDTH: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALE_HEADS: tl.constexpr, NEAR: tl.constexpr, HALF_UP: tl.constexpr, EDGE_STAGES: tl.constexpr,
-    SCALAR_PAGE: tl.constexpr, XCDS: tl.constexpr, STEP: tl.constexpr,
+    V_MAIN: tl.constexpr, V_TAIL: tl.constexpr, V_WIDTH: tl.constexpr, PARTS: tl.constexpr, LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALE_HEADS: tl.constexpr, NEAR: tl.constexpr, HALF_UP: tl.constexpr,
+    EDGE_STAGES: tl.constexpr, SCALAR_PAGE: tl.constexpr, XCDS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one KV head; `work` [tiles, 2] holds (request, tile of the request), heavy ones first, or None."""
     kv_head, tile = xcd_order(tl.program_id(0), KV_HEADS, XCDS, 1)
@@ -214,13 +217,13 @@ def attention(
     q_rows = token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
     main: tl.constexpr = QK_WIDTH if QK_WIDTH < QK_MAIN else QK_MAIN
     v_main: tl.constexpr = V_WIDTH if V_WIDTH < V_MAIN else V_MAIN
-    q_tile = _load(q_at, q_rows, inside, main, QK_MAIN, True)
+    q_tile = cut(_load(q_at, q_rows, inside, main, QK_MAIN, True), PARTS)
     q_tail, acc_tail = 0.0, 0.0
     if QK_TAIL:
-        q_tail = _load(q_at + QK_MAIN, q_rows, inside, QK_WIDTH - QK_MAIN, QK_TAIL, True)
+        q_tail = cut(_load(q_at + QK_MAIN, q_rows, inside, QK_WIDTH - QK_MAIN, QK_TAIL, True), PARTS)
     if V_TAIL:
-        acc_tail = tl.zeros([BLOCK_M, V_TAIL], tl.float32)
-    acc = tl.zeros([BLOCK_M, V_MAIN], tl.float32)
+        acc_tail = cut(tl.zeros([BLOCK_M, V_TAIL], tl.float32), PARTS)
+    acc = cut(tl.zeros([BLOCK_M, V_MAIN], tl.float32), PARTS)
     if sinks is None:
         most = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -247,22 +250,22 @@ def attention(
         acc, acc_tail, total, most = _sweep(
             q_tile, q_tail, acc, acc_tail, total, most, k_at, v_at, pages, begin, edge, first_key, last_key, row_first,
             row_last, position, slope, k_page, k_token, v_page, v_token, scale, softcap, True, LEFT, BLOCK_N, PAGE, FP8,
-            NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, SOFTCAP, slopes is not None, HALF_UP,
+            NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, PARTS, SOFTCAP, slopes is not None, HALF_UP,
             EDGE_STAGES, SCALAR_PAGE,
         )  # fmt: skip
         begin = tl.maximum(edge, begin)
     acc, acc_tail, total, most = _sweep(
         q_tile, q_tail, acc, acc_tail, total, most, k_at, v_at, pages, begin, whole_end, first_key, last_key, row_first,
         row_last, position, slope, k_page, k_token, v_page, v_token, scale, softcap, False, LEFT, BLOCK_N, PAGE, FP8,
-        NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, SOFTCAP, slopes is not None, HALF_UP, EDGE_STAGES,
-        SCALAR_PAGE,
+        NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, PARTS, SOFTCAP, slopes is not None, HALF_UP,
+        EDGE_STAGES, SCALAR_PAGE,
     )  # fmt: skip
     begin = tl.maximum(begin, whole_end)
     acc, acc_tail, total, most = _sweep(
         q_tile, q_tail, acc, acc_tail, total, most, k_at, v_at, pages, begin, end, first_key, last_key, row_first,
         row_last, position, slope, k_page, k_token, v_page, v_token, scale, softcap, True, LEFT, BLOCK_N, PAGE, FP8,
-        NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, SOFTCAP, slopes is not None, HALF_UP, EDGE_STAGES,
-        SCALAR_PAGE,
+        NATIVE, QK_MAIN, QK_TAIL, QK_WIDTH, V_MAIN, V_TAIL, V_WIDTH, PARTS, SOFTCAP, slopes is not None, HALF_UP,
+        EDGE_STAGES, SCALAR_PAGE,
     )  # fmt: skip
 
     empty = row_last < row_first
@@ -273,11 +276,11 @@ def attention(
     out_at = out + tl.cast(query_start, tl.int64) * out_token
     at = out_at + (token.to(tl.int64) * out_token + head.to(tl.int64) * out_head)[:, None]
     columns = tl.arange(0, V_MAIN)
-    result = (acc * factor[:, None]).to(out.dtype.element_ty)
+    result = (joined(acc, PARTS) * factor[:, None]).to(out.dtype.element_ty)
     tl.store(at + columns[None, :], result, mask=inside[:, None] & (columns[None, :] < v_main))
     if V_TAIL:
         columns = V_MAIN + tl.arange(0, V_TAIL)
-        result = (acc_tail * factor[:, None]).to(out.dtype.element_ty)
+        result = (joined(acc_tail, PARTS) * factor[:, None]).to(out.dtype.element_ty)
         tl.store(at + columns[None, :], result, mask=inside[:, None] & (columns[None, :] < V_WIDTH))
     if lse is not None:
         logsum = (most + tl.math.log2(total)) * LN2

@@ -31,6 +31,7 @@ class Tile:
     edge_stages: int | None = None  # of the loops with masks; None: as many
     piece: int = 256  # the most columns of K or V in one product; fewer need fewer registers
     options: Mapping[str, Any] = field(default_factory=dict)  # of the compiler
+    parts: int = 1  # of those columns: batches of both products, so that a wave holds the columns of its own only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,14 +46,15 @@ class Work:
     kernels: dict[tuple[object, ...], Bound] = field(default_factory=dict)  # of a step's layers, by their constants
 
 
-def pieces(width: int, most: int = 256) -> tuple[int, int]:
+def pieces(width: int, most: int = 256, parts: int = 1) -> tuple[int, int]:
     """The two powers of two that a head width is computed in; the second is 0 where one of up to `most` does as well.
 
-    >>> pieces(192), pieces(80), pieces(128), pieces(120), pieces(24), pieces(128, most=64)
-    ((128, 64), (64, 16), (128, 0), (128, 0), (32, 0), (64, 64))
+    >>> pieces(192), pieces(80), pieces(128), pieces(120), pieces(24), pieces(128, most=64), pieces(80, parts=4)
+    ((128, 64), (64, 16), (128, 0), (128, 0), (32, 0), (64, 64), (128, 0))
     """
-    main = max(16, 1 << (width.bit_length() - 1))
-    tail = max(16, next_power_of_2(width - main)) if width > main else 0
+    least = 16 * parts
+    main = max(least, 1 << (width.bit_length() - 1))
+    tail = max(least, next_power_of_2(width - main)) if width > main else 0
     if tail >= main:
         main, tail = 2 * main, 0
     return (main // 2, main // 2) if main > most and not tail else (main, tail)
@@ -74,7 +76,15 @@ _CDNA4 = {
     384: Tile(128, 32, 4, 2, 1, 256, _CDNA),
     512: Tile(128, 64, 8, 2, 1, 128, _WIDE),
 }
-_RDNA = {256: Tile(64, 32, 4, 1), 512: Tile(32, 32, 4, 1)}
+# 256 registers of 32 lanes, where a gfx1100 holds what its products take twice: by rows of all columns, a head of 128
+# spilled 105 there, 192/128 with every feature 220, 256 of it 769; 64 rows of those in parts, 221
+_RDNA3 = {
+    128: Tile(64, 32, 4, 1),
+    192: Tile(64, 16, 4, 1),
+    256: Tile(64, 16, 8, 1, parts=8),
+    512: Tile(32, 16, 8, 1, parts=8),
+}
+_RDNA4 = {256: Tile(64, 32, 4, 1), 384: Tile(32, 32, 4, 1), 512: Tile(32, 16, 8, 1, parts=8)}
 _AMPERE = {256: Tile(128, 64, 8, 2), 512: Tile(64, 32, 4, 2)}
 # measured on an H100, bf16 causal, TFLOP/s: d64 458, d128 502 (128 rows of 8 warps: 476), 192/128 345, d256 492
 _HOPPER = {256: Tile(64, 64, 4, 3), 384: Tile(128, 64, 8, 3), 512: Tile(128, 64, 8, 2)}
@@ -82,8 +92,8 @@ TILES: Mapping[str, Mapping[int, Tile]] = {
     "gfx90a": _CDNA2,
     "gfx942": _CDNA3,
     "gfx950": _CDNA4,
-    "gfx1100": _RDNA,
-    "gfx1201": _RDNA,
+    "gfx1100": _RDNA3,
+    "gfx1201": _RDNA4,
     "sm80": _AMPERE,
     "sm86": _AMPERE,
     "sm89": _AMPERE,
@@ -108,20 +118,25 @@ def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
         # by 32 rows a wave, d192 spilled 94 registers on a gfx950, 85 on a gfx942 with ALiBi; 2 with a copy in flight
         tile = replace(tile, warps=8, stages=1, options=_WIDE)
     if target.vendor == "amd" and (layer.softcap is not None or layer.alibi or layer.window[0] is not None):
-        tile = replace(tile, keys=32)  # they need registers, and short windows end in fewer masked keys
+        tile = replace(tile, keys=min(tile.keys, 32))  # they need registers, and short windows end in fewer masked keys
     if layer.kv_dtype.itemsize == 1:  # without the registers for a copy in flight: bytes become numbers in registers
-        tile = replace(tile, keys=32, stages=1 if target.vendor == "amd" else 2)
+        tile = replace(tile, keys=min(tile.keys, 32), stages=1 if target.vendor == "amd" else 2)
         tile = replace(tile, warps=FP8_WARPS.get(target.arch, tile.warps))
         if target.arch == "gfx90a" and layer.v_head_dim > 128:  # of 128 rows Triton 3.6 spilled 27 registers there
             tile = replace(tile, rows=64)
     if layer.dtype.itemsize == 4:  # twice the registers and LDS
+        if target.matrix == "wmma":  # products of multiply-adds there: by 64 rows d64 spilled 596 registers
+            parts = min(8, next_power_of_2(columns // 32))
+            return replace(tile, rows=16, keys=8, warps=parts, parts=parts)
         tile = replace(tile, rows=min(tile.rows, 64), keys=32 if columns <= 256 else 16, warps=4, stages=1)
         if target.vendor != "amd":  # without matrix units: a product of float32 is made of multiply-adds there
             return replace(tile, rows=32, warps=8)
         if tile.options and columns > 256:  # by 32 rows a wave, 192/128 spilled 20 registers on a gfx942
             tile = replace(tile, options=_WIDE, piece=min(tile.piece, 128))
     if rows is not None and rows <= 64 and not layer.batch_invariant:
-        tile = replace(tile, rows=32 if rows <= 32 else 64, keys=min(tile.keys, 32), warps=2 if rows <= 32 else 4)
+        tile = replace(tile, rows=min(tile.rows, 32 if rows <= 32 else 64), keys=min(tile.keys, 32))
+        if tile.parts == 1:
+            tile = replace(tile, warps=2 if rows <= 32 else 4)
     return tile
 
 

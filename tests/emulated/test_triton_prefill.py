@@ -20,7 +20,8 @@ from portable.platform.emulated.driver import DEVICES
 
 pytest.importorskip("triton")
 
-from portable.backends.triton import prefill
+import portable
+from portable.backends.triton import prefill, prefill_tiles
 
 CONTIGUOUS, PAGED = prefill.KERNELS
 # tiles that end in the middle of a token's heads, whole blocks of keys before the diagonal, rows without keys
@@ -63,6 +64,33 @@ def test_chunks_over_pages(arch: str, page_size: int, window: tuple[int | None, 
 def test_a_native_and_a_foreign_fp8_cache(arch: str) -> None:
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2):
         contract.check(PAGED, replace(case(Op.PAGED, 64, kv_dtype=kv_dtype), scales="head"))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "facts"),
+    [
+        (None, {"head_dim": 128}),
+        (None, {"head_dim": 192, "v_head_dim": 128, "sinks": True, "causal": (True, False, True, False)}),
+        (None, {"head_dim": 192, "v_head_dim": 128, "dtype": torch.float32}),
+        (None, {"head_dim": 40, "v_head_dim": 64, "dtype": torch.float32, "softcap": 5.0}),
+        (None, {"head_dim": 256, "v_head_dim": 200, "dtype": torch.float16, "alibi": True}),
+        (16, {"head_dim": 128, "window": (70, 0), "sinks": True}),
+        (5, {"head_dim": 120, "window": (40, 9), "causal": False}),
+        (64, {"head_dim": 192, "v_head_dim": 128, "kv_dtype": torch.float8_e4m3fn}),
+        (16, {"head_dim": 128, "kv_dtype": torch.float8_e5m2, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_rdnas_parts_of_the_columns(page_size: int | None, facts: dict[str, Any], monkeypatch: Any) -> None:
+    """No RDNA device is emulated: here its tiles run on a gfx942."""
+    made = case(Op.PREFILL if page_size is None else Op.PAGED, page_size, **facts)
+    if "kv_dtype" in facts:
+        made = replace(made, scales="scalar")
+    tile = prefill_tiles.tile_of(portable.describe("gfx1100"), made.layer, 300)
+    assert tile.parts == tile.warps == (4 if made.layer.qk_head_dim == 40 else 8)
+    monkeypatch.setattr(prefill_tiles, "tile_of", lambda *_: tile)
+    with activate("gfx942"):
+        contract.check(CONTIGUOUS if page_size is None else PAGED, made)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
