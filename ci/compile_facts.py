@@ -79,7 +79,7 @@ def _amd(made: Any, arch: str) -> dict[str, Any]:
         "bytes": int(size[-1]) if size else 0,
     }
     if made.name in CACHED:
-        row |= narrowest(text)
+        row |= widest(text)
     if arch in LDS_BYTES:  # whole: occupancy by LDS too, and how busy the hot loop can keep the matrix unit
         read = static.analyse(text, made.name, made.metadata.shared)
         hot = read.hot_loop
@@ -88,8 +88,8 @@ def _amd(made: Any, arch: str) -> dict[str, Any]:
     return row
 
 
-def narrowest(text: str) -> dict[str, int]:
-    """Bytes a lane of the narrowest load of K and of V, by the lines of Python that places in the assembly name."""
+def widest(text: str) -> dict[str, int]:
+    """Bytes a lane of the widest load of K and of V, by the lines of Python that places in the assembly name."""
     found: dict[str, list[int]] = {"k": [], "v": []}
     operand = ""
     for line in text.splitlines():
@@ -98,7 +98,7 @@ def narrowest(text: str) -> dict[str, int]:
             operand = next((match[1] for match in map(OPERAND.match, lines) if match), "")
         elif operand and (load := LOAD.match(line)):
             found[operand].append(BYTES.get(load[1], 2))
-    return {f"{name}_bytes": min(sizes, default=0) for name, sizes in found.items()}
+    return {f"{name}_bytes": max(sizes, default=0) for name, sizes in found.items()}
 
 
 def _nvidia(made: Any) -> dict[str, Any]:

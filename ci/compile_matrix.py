@@ -81,7 +81,7 @@ def faults(made: dict[str, Any]) -> list[str]:
         case, kernel, arch = key.split(" | ")
         products = kernel.startswith(("attend", "attention", "ssd")) and kernel != "ssd_pass"
         spills = arch in RDNA and f"{case} | {kernel}" in SPILLS_ON_RDNA
-        # a prompt's block of 32 keys of fp8 is as little as 4 bytes a lane, which become numbers in registers
+        # 32 keys of 64 bytes are 4 bytes for each lane of 8 waves
         least = 4 if kernel == "attention" and "fp8" in case else 16
         wrong = compile_facts.faults(row, arch, kernel.split()[0], products, spills, least)
         found += [f"{key}: {fault}" for fault in wrong]

@@ -70,8 +70,9 @@ def checked(taken: set[str], name: str, loaded: Any) -> tuple[Kernel, ...]:
         for layer in LAYERS:
             try:
                 reasons = kernel.why_not(detect("cpu"), layer, Needs(page_size=16, lse=True))
-                for _, versions in kernel.caps.requires:
-                    SpecifierSet(versions)
+                for needed in (kernel.caps.requires, *kernel.caps.requires_on.values()):
+                    for _, versions in needed:
+                        SpecifierSet(versions)
             except Exception as error:
                 raise TypeError(f"{kernel.name}: its caps cannot be read: {plugins.said(error)}") from error
             if not all(isinstance(reason, str) for reason in reasons):

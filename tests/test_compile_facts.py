@@ -32,10 +32,10 @@ def assembly(k: str, v: str, file: str = "prefill_kernel.py") -> str:
 @pytest.mark.parametrize("file", ["prefill_kernel.py", "paged_kernel.py"])
 def test_narrow_loads_of_k_or_v_are_refused(file, monkeypatch):
     monkeypatch.syspath_prepend(CI)
-    from compile_facts import faults, narrowest
+    from compile_facts import faults, widest
 
     def found(k, v, least=16):
-        return faults({**ROW, **narrowest(assembly(k, v, file))}, "gfx942", "attention", True, least=least)
+        return faults({**ROW, **widest(assembly(k, v, file))}, "gfx942", "attention", True, least=least)
 
     wide, half, short = "buffer_load_dwordx4", "global_load_dwordx2", "global_load_ushort"
     assert found(wide, wide) == found(half, half, least=8) == []

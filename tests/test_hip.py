@@ -475,16 +475,23 @@ def test_nvrtc_is_there_or_objects_are_or_the_reason_says_where_it_was_looked_fo
 ):
     (nvrtc,) = (package for package in PACKAGES if package.name == "nvrtc")
     monkeypatch.setattr(sources, "OBJECTS", tmp_path)
+    library, loads = runtime.library, []
+
+    def load(name: str) -> Any:
+        loads.append(name)
+        return library("libnothing.so")
 
     def found(file: str | None) -> Package:
         sources.nvrtc_here.cache_clear()
         monkeypatch.setattr(runtime, "where", lambda name: file if name == "libnvrtc.so" else None)
+        monkeypatch.setattr(runtime, "library", load)
         here = inspect(nvrtc)
         sources.nvrtc_here.cache_clear()
         assert here is not None
         return here
 
     assert found("/opt/lib/libnvrtc.so.13.0") == Package("13.0") and found("libnvrtc.so").problem is None
+    assert not loads
     absent = found(None)
     assert (
         absent.version is None
@@ -494,6 +501,16 @@ def test_nvrtc_is_there_or_objects_are_or_the_reason_says_where_it_was_looked_fo
     (tmp_path / "sm90").mkdir()
     (tmp_path / "sm90" / "merge-1.co").touch()
     assert found(None).version is not None
+
+
+def test_an_nvrtc_in_a_folder_of_the_loader_that_no_list_names_is_there(monkeypatch: pytest.MonkeyPatch):
+    """As in a conda environment, whose folder is in the RPATH of its Python alone."""
+    monkeypatch.setattr(runtime, "where", lambda name: None)
+    monkeypatch.setattr(runtime, "library", lambda name: name)
+    sources.nvrtc_here.cache_clear()
+    here = sources.nvrtc_here()
+    sources.nvrtc_here.cache_clear()
+    assert here == Package("of no version")
 
 
 def test_a_tensor_of_no_device_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -215,3 +215,15 @@ def test_a_tensor_that_took_the_place_of_a_dead_one_is_no_pool_that_was_met():
         assert tables.of([[pool]])[0][:, 2].tolist() == [4 * width]
         del pool
         gc.collect()
+
+
+@pytest.mark.parametrize("strides", [(16, 1), (4, 1), (8, 2)])
+def test_a_pool_that_was_given_other_strides_where_it_is_is_looked_at_anew(strides: tuple[int, int]):
+    tables, pool = Tables(lambda unit: 64), torch.zeros(8, 8)[:4]
+    tables.of([[pool]])
+    pool.as_strided_((4, 4), strides)
+    if strides[1] > 1:
+        with pytest.raises(ValueError, match=r"pools\[0\]\[0\] has strides"):
+            tables.of([[pool]])
+    else:
+        assert tables.of([[pool]])[0].tolist() == [[pool.data_ptr(), 4 * strides[0], 16, 0]]

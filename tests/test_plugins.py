@@ -103,6 +103,18 @@ BROKEN = {
     "no vendors": (RIGHT.replace('vendors={"acme", "cpu"}', "vendors=None"), "its caps cannot be read: TypeError"),
     "unknown feature": (RIGHT.replace('"sinks"', '"sink"'), "features ['sink'] are not among"),
     "no package": (RIGHT.replace("archs=ANY", "archs=ANY, requires=('torch',)"), "its caps cannot be read: ValueError"),
+    "no package of a vendor": (
+        RIGHT.replace("archs=ANY", "archs=ANY, requires_on={'acme': ('torch',)}"),
+        "its caps cannot be read: ValueError",
+    ),
+    "no version of a vendor's package": (
+        RIGHT.replace("archs=ANY", "archs=ANY, requires_on={'acme': (('torch', '>>2'),)}"),
+        "its caps cannot be read: InvalidSpecifier",
+    ),
+    "no packages of vendors": (
+        RIGHT.replace("archs=ANY", "archs=ANY, requires_on=None"),
+        "its caps cannot be read: AttributeError",
+    ),
     "a path": (RIGHT.replace('"acme.paged"', '"../acme"'), "KERNELS[0] is named '../acme'"),
     "raises what cannot be read": (
         "class E(Exception):\n    def __str__(self): 1 / 0\nraise E",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,9 +40,14 @@ def code(file: str, defines: tuple[str, ...], vendor: str, arch: str) -> bytes:
 
 @cache
 def nvrtc_here() -> Package:
-    """NVIDIA's compiler, or objects of its devices in place of it; nothing is loaded."""
+    """NVIDIA's compiler, or objects of its devices in place of it; it is loaded only where looking does not find it."""
     name = runtime.NVIDIA.compiler
-    if (file := runtime.where(name)) is not None:
+    file = runtime.where(name)
+    if file is None:  # the loader knows folders that no list names, such as those of a conda Python's RPATH
+        with suppress(RuntimeError):
+            runtime.library(name)
+            file = runtime.where(name) or name
+    if file is not None:
         return Package(Path(file).name.partition(".so.")[2] or "of no version")
     if any(OBJECTS.glob("sm*/*.co")):
         return Package("not needed: objects came with portable")
