@@ -179,8 +179,10 @@ def _packages(
     here = installed(target, request)
     found: dict[str, str | Package] = {}
     if described:
-        names = {package.name for package in known_packages() if package.bundled}
-        found = {name: version for name in names if name in here and (version := here[name].version)}
+        bundled = [package for package in known_packages() if package.bundled]
+        # what only these devices' torch brings is there with it, whatever this machine has
+        found = {package.name: "with torch" for package in bundled if target.vendor in package.vendors}
+        found |= {each.name: version for each in bundled if each.name in here and (version := here[each.name].version)}
     else:
         names = {*here, *(name for kernel in kernels for name, _ in kernel.caps.requires)}
         found = {canonicalize_name(name): here[name] for name in names if name in here}

@@ -169,10 +169,10 @@ def survey(
 ) -> tuple[str, tuple[tuple[Kernel, Reasons], ...]]:
     """How the choice is made, and every candidate in its order with its reasons (none: it can serve)."""
     how, candidates = _candidates(op, kernels, request)
+    fastest: tuple[str, ...] = ()
     if order is None:
         fastest = measured(op, target, layer, needs)
         names = (*fastest, *vendor_order(target).get(op.value, ()))
-        how += f", as measured on {target.arch}" if fastest else ""
     else:
         names = tuple({str(key): ranked for key, ranked in order.items()}.get(op.value, ()))
 
@@ -189,6 +189,9 @@ def survey(
             reasons = (found,)
         served = served or not reasons
         asked.append((kernel, reasons))
+    chosen = next((kernel.caps for kernel, reasons in asked if not reasons), None)
+    if chosen is not None and not {chosen.name, chosen.provider}.isdisjoint(fastest):
+        how += f", as measured on {target.arch}"
     return how, tuple(asked)
 
 

@@ -151,6 +151,8 @@ def test_a_compiler_that_is_not_here_is_named_where_kernels_need_it():
     packages, reasons = {**ALWAYS, "nvrtc": absent}, ("nvrtc is not installed: libnvrtc.so is away",)
     found = explain(describe("sm90"), layer, kernels=load_kernels(), installed=packages)
     assert f"    not hip.merge: {reasons[0]}\n" in str(found)
+    assert "merge: triton.merge [automatic]\n" in str(found)  # no measurement put it first
+    assert "paged (decode): triton.paged [automatic, as measured on sm90]\n" in str(found)
     for kernel in (kernel for kernel in load_kernels() if kernel.caps.provider == "hip"):
         assert why_not_here(kernel, describe("sm90"), packages) == reasons  # as `portable doctor` has them
         assert why_not_here(kernel, describe("gfx942"), packages) == ()
