@@ -19,7 +19,7 @@ from portable.attention import Kernels
 from portable.backends.hip import cache, launch, refresh, runtime, state_copy
 from portable.backends.state_table import Tables
 from portable.conformance.inputs import segment
-from portable.kernel import Needs, Op
+from portable.kernel import KV, Needs, Op
 from portable.layer import LayerTensors
 from portable.select import parse_requested
 
@@ -227,3 +227,34 @@ def test_a_pool_that_was_given_other_strides_where_it_is_is_looked_at_anew(strid
             tables.of([[pool]])
     else:
         assert tables.of([[pool]])[0].tolist() == [[pool.data_ptr(), 4 * strides[0], 16, 0]]
+
+
+@pytest.mark.parametrize("how", ["write", "gather"])
+def test_pages_that_are_cut_from_a_pool_for_each_call_share_a_launch(
+    how: str, gpu: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    """As engines do that unbind [2, pages, ...] in every layer."""
+    pools = [
+        torch.zeros(2, pages, size, 2, 64, dtype=LAYER.dtype) for pages, size in ((4, 16), (4, 16), (8, 16), (4, 32))
+    ]
+    rows, slots = torch.zeros(1, 2, 64, dtype=LAYER.dtype), i64(1)
+    kernel = next(kernel for kernel in cache.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
+    part = segment(kernel, [(1, 5)], LAYER, i32(1, 1), 16)
+
+    def call(pool: torch.Tensor) -> bytes:
+        if how == "write":
+            cache.write(rows, rows, KV(*pool.unbind(0)), slots, LAYER, LayerTensors())
+        else:
+            cache.gather(KV(*pool.unbind(0)), part, LAYER, LayerTensors())
+        arguments = gpu[-1][3]
+        return arguments if how == "write" else arguments[:16] + arguments[32:]  # its result lies anywhere
+
+    anew = []
+    for pool in pools:
+        for each in launch.Launches.every:
+            each.known.clear()
+        anew.append(call(pool))
+    assert [call(pool) for pool in pools] == anew
+    monkeypatch.setattr(launch.Function, "prepare", None)
+    held = [pool.unbind(0) for pool in pools]  # so that no number of a tensor is met again
+    assert [call(pool) for pool in pools] == anew and held

@@ -48,6 +48,7 @@ _Prepared = tuple[  # a NamedTuple would take 0.03 us more to unpack
 UNKNOWN: _Prepared = nothing, 1, nothing, nothing, 0, 0, 0, 0, (), None  # for no pages
 _writes: Launches[_Prepared] = Launches()
 _gathers: Launches[_Prepared] = Launches()
+_alike: Launches[_Prepared] = Launches()  # of both, by how pages lie: engines may cut them from a pool for each call
 
 
 class Packed(NamedTuple):
@@ -84,10 +85,12 @@ def write(
     same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
     if not same or elements != k_pages.numel() or (scales and steps != _steps(scales)):
         scales = _scales(kv, tensors, layer)
-        known = _prepare_write(k, v, kv, slot_mapping, layer, scales)
+        alike = _laid("write", key, kv, scales)
+        known = _for(alike, kv, scales) or _prepare_write(k, v, kv, slot_mapping, layer, scales)
         launch, together, _, _, _, _, _, behind, _, _ = known
         if k.is_cuda:
             _writes.keep(key, known)
+            _alike.keep(alike, known)
     tokens = slot_mapping.numel()
     if not tokens:
         return
@@ -111,6 +114,19 @@ def _scales(kv: KV, tensors: LayerTensors, layer: Layer) -> Scales:
 
 def _steps(scales: Scales) -> tuple[int, int]:
     return scale_step(scales[0]), scale_step(scales[1])
+
+
+def _laid(what: str, key: tuple[Any, ...], kv: KV, scales: Scales) -> tuple[Any, ...]:
+    """All that a launch follows from: the key, with how pages lie in place of which they are."""
+    layer, _, *others = key
+    pages = [None if each is None else (each.shape, each.stride(), each.dtype) for each in kv]
+    return what, layer, *others, kv.k.get_device(), *pages, _steps(scales)
+
+
+def _for(alike: tuple[Any, ...], kv: KV, scales: Scales) -> _Prepared | None:
+    """A launch for pages that lie so, as one for these."""
+    launch, together, _, _, _, _, _, behind, _, layer = _alike.known.get(alike, UNKNOWN)
+    return None if layer is None else _prepared(launch, together, behind, kv, scales, layer)
 
 
 def _prepare_write(
@@ -183,10 +199,12 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
     same = k_known() is k_pages and v_known() is v_pages and k_start == k_at and v_start == v_at
     if not same or (scales and steps != _steps(scales)):
         scales = _scales(kv, tensors, layer)
-        known = _prepare_gather(kv, k, v, segment, layer, scales)
+        alike = _laid("gather", key, kv, scales)
+        known = _for(alike, kv, scales) or _prepare_gather(kv, k, v, segment, layer, scales)
         launch, together, *_ = known
         if k.is_cuda:
             _gathers.keep(key, known)
+            _alike.keep(alike, known)
     k_scale, v_scale = addresses(*scales) if scales else (0, 0)
     launch(
         -(-count // together), k_at, v_at, k.data_ptr(), 0 if v is None else v.data_ptr(), starts.data_ptr(),
