@@ -22,6 +22,7 @@ from portable.attention import load_kernels
 from portable.explain_cli import parse_dtype
 from portable.kernel import FEATURES, Kernel, KernelCaps, Op, Requires
 from portable.layer import CACHE_LAYOUTS, Layer, UnsupportedError
+from portable.packages import Package
 from portable.platform.detect import describe
 from portable.sets import ANY, ANY_SIZE
 
@@ -383,6 +384,17 @@ def test_explain_runs_offline_with_the_installed_kernels(capsys: pytest.CaptureF
     assert "prefill: " in shown and "cache_gather: " in shown
     assert "note    odd-lib 1.0: no kernel of this version of portable uses it" in shown
     assert cli.main(["explain"]) == 0
+
+
+def test_explain_for_another_machine_does_not_ask_whether_its_compiler_is_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for here in (Package("13"), Package(None, "libnvrtc.so is away")):
+        monkeypatch.setattr("portable.backends.hip.sources.nvrtc_here", lambda here=here: here)
+        assert cli.main(["explain", "--arch", "sm90"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "cache_write: hip.cache_write" in said[0]
 
 
 def test_explain_says_that_an_arch_is_in_no_table(toys: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,8 @@ def test_a_write_that_was_prepared_for_other_pages_or_scales_is_not_used(monkeyp
 
     monkeypatch.setattr(cache, "_prepare_write", prepare)
     monkeypatch.setattr(cache, "_writes", launch.Launches())
+    monkeypatch.setattr(cache, "_alike", launch.Launches())
+    monkeypatch.setattr(cache, "_for", lambda *_: None)  # pages that lie alike share one: test_hip_launches.py
 
     def new(kv: KV, tensors: LayerTensors = LayerTensors(v_scale=scale)) -> bool:  # noqa: B008
         """Whether a write is prepared, after one to the first pages was."""
@@ -270,6 +272,8 @@ def test_a_write_of_one_row_says_nothing_about_the_strides_of_more(monkeypatch: 
 
     monkeypatch.setattr(launch.Function, "prepare", prepare)
     monkeypatch.setattr(cache, "_writes", launch.Launches())
+    monkeypatch.setattr(cache, "_alike", launch.Launches())
+    monkeypatch.setattr(cache, "_for", lambda *_: None)  # pages that lie alike share one: test_hip_launches.py
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
     for count in (1, 4, 1):
         k, v = padded[:count], fused[:count, :16].view(count, 2, 8)
@@ -288,6 +292,8 @@ def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used
 
     monkeypatch.setattr(cache, "_prepare_gather", prepare)
     monkeypatch.setattr(cache, "_gathers", launch.Launches())
+    monkeypatch.setattr(cache, "_alike", launch.Launches())
+    monkeypatch.setattr(cache, "_for", lambda *_: None)  # pages that lie alike share one: test_hip_launches.py
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # else nothing is kept
     kernel = next(kernel for kernel in cache.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
 
