@@ -63,6 +63,18 @@ def test_every_width_has_a_tile_on_every_architecture(arch, width):
             assert width <= sum(pieces(width, tile.piece)) < width + max(16, width)
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_each_lane_loads_16_bytes_of_k_and_of_v(arch, alibi):
+    target = portable.describe(arch)
+    for width, v_width in ((64, 64), (128, 128), (192, 128), (128, 192), (128, 256), (192, 192), (256, 256)):
+        layer = Layer.gqa(num_heads=16, head_dim=width, v_head_dim=v_width, alibi=alibi, window=128)
+        for rows in (16, 64, 4096):
+            tile = tile_of(target, layer, rows)
+            for columns in (pieces(width, tile.piece)[0], pieces(v_width, tile.piece)[0]):
+                assert tile.keys * columns * 2 >= 16 * target.wave_size * tile.warps, (width, v_width, rows)
+
+
 @pytest.mark.parametrize("arch, width, v_width", [("gfx942", 192, 128), ("gfx950", 256, 128)])
 def test_float32_of_two_widths_spills_nothing(arch, width, v_width, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "ci")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +19,7 @@ from portable.conformance.inputs import segment
 triton = pytest.importorskip("triton")
 
 import portable  # noqa: E402
+from portable.backends.triton import fast  # noqa: E402
 from portable.backends.triton import prefill_hopper as hopper  # noqa: E402
 from portable.backends.triton.launch import recorded  # noqa: E402
 from portable.kernel import KV, Kernel, Op  # noqa: E402
@@ -147,10 +150,115 @@ def test_launches_by_the_short_way_are_those_of_triton():
         assert loaded == 1 and len(held.exact) == 1
         for (q, kv), (*_, (grid, _, _, arguments)) in zip(heads, gpu.launches, strict=True):
             assert grid == (8, 1, 1)
-            assert [each.base for each in arguments[:3]] == [q, *kv]
+            assert [each.base.data_ptr() for each in arguments[:3]] == [each.data_ptr() for each in (q, *kv)]
             assert [each.shape for each in arguments[:3]] == [[130, 256], [130, 128], [130, 128]]
             assert arguments[3:5] == (None, None) and arguments[5] == out.data_ptr()
             assert arguments[6:] == gpu.launches[0][3][3][6:]
+
+
+@contextmanager
+def encoded():
+    """Triton's own launcher on a pretended GPU: what its C gets, and what was encoded, a tuple for each."""
+    from triton.backends.nvidia import driver
+
+    launches, maps = [], []
+
+    def fill(address, swizzle, size, kind, block, shape, strides, padding):
+        maps.append((address, swizzle, size, kind, tuple(block), tuple(shape), tuple(strides), padding))
+        return maps[-1]
+
+    def launch(*arguments):
+        own = arguments[-1] if len(arguments) == 16 else arguments[13:]  # the kernel's, with 3.9 and with 3.6
+        launches.append([each.data_ptr() if isinstance(each, torch.Tensor) else each for each in own])
+
+    class Launcher(driver.CudaLauncher):
+        def __init__(self, source, metadata):
+            for name in ("num_ctas", "launch_cooperative_grid", "launch_pdl"):
+                setattr(self, name, getattr(metadata, name, 1))
+            for name in ("global_scratch", "profile_scratch"):
+                setattr(self, f"{name}_size", 0)
+                setattr(self, f"{name}_align", 1)
+            self.gsan_enabled, self.arg_annotations, self.kernel_signature = False, None, None
+            self.launch = driver.wrap_handle_tensordesc(launch, dict(source.signature), metadata.tensordesc_meta)
+
+    with pretended(), pytest.MonkeyPatch.context() as patch:
+        active = triton.runtime.driver.active
+        active.launcher_cls = Launcher
+        active.utils.get_device_properties = lambda device: {"max_shared_mem": 227 << 10, "warpSize": 32}
+        active.utils.fill_tma_descriptor = active.utils.fill_tma_descriptor_tiled = fill
+        patch.setattr(hopper, "target_of", lambda tensor: describe("sm90", "H100"))
+        patch.setattr(hopper, "upload", lambda arrays, device: [torch.from_numpy(array) for array in arrays])
+        yield launches, maps, patch
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_is_encoded_once_follows_addresses_strides_and_sizes(paged):
+    """Each launch gets what Triton makes of it; of a place that was seen before nothing is encoded anew."""
+    layer = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    memory = torch.empty(1 << 18, dtype=torch.bfloat16)
+
+    def view(at, gap, n, heads):
+        """[n, heads, 64] at `at`, tokens `gap` elements further apart than packed; or pages of 16."""
+        step = heads * 64 + gap
+        if paged and heads == 2:
+            return memory[at:].as_strided((n // 16, 16, 2, 64), (16 * step, step, 64, 1))
+        return memory[at:].as_strided((n, heads, 64), (step, 64, 1))
+
+    some = [(0, 0, 144), (8, 0, 144), (0, 8, 144), (64, 64, 144), (0, 0, 160)]
+    with encoded() as (launches, maps, patch):
+        kernel = hopper.KERNELS[paged]
+        table = torch.arange(10, dtype=torch.int32)[None] if paged else None
+        steps = {n: segment(kernel, ((n, n),), layer, table, 16 if paged else None) for n in (144, 160)}
+        out = torch.empty(160, 4, 64, dtype=torch.bfloat16)
+
+        def run(at, gap, n):
+            q, k, v = view(at, gap, n, 4), view(at + (1 << 16), gap, n, 2), view(at + (1 << 17), gap, n, 2)
+            hopper.attend(q, KV(k, v), steps[n], layer, LayerTensors(), out[:n], None)
+            return q, k, v
+
+        for each in some:
+            for heads in (run(*each), run(*each)):  # the first may be the cold way
+                addresses = [part[0] for part in launches[-1] if isinstance(part, tuple)]
+                assert addresses == [x.data_ptr() for x in heads]
+        known, seen = len(maps), len(launches)
+        for each in some:
+            run(*each)
+        assert len(maps) == known, "a place that was seen before was encoded again"
+        short = launches[seen:]
+        patch.setattr(fast, "ENTERING", [None])  # as with a hook of someone: all is left to Triton
+        for each, mine in zip(some, short, strict=True):
+            run(*each)
+            assert mine == launches[-1]
+        assert len(maps) == known + 3 * len(some)
+
+
+def test_a_descriptor_that_is_copied_for_another_tensor_is_encoded_for_that():
+    layer = Layer.gqa(num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    x, other, out = (torch.empty(144, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    rows_of = hopper.rows_of
+
+    def copied(tensor, block, paged):
+        rows = rows_of(x, block, paged)
+        made = object.__new__(type(rows.map))
+        made.__dict__.update(rows.map.__dict__, base=other)
+        return rows._replace(map=made)
+
+    with encoded() as (launches, _, patch):
+        made = segment(hopper.KERNELS[0], ((144, 144),), layer)
+        for _ in range(2):
+            hopper.attend(x, KV(x, x), made, layer, LayerTensors(), out, None)
+        patch.setattr(hopper, "rows_of", copied)
+        hopper.attend(x, KV(x, x), made, layer, LayerTensors(), out, None)
+    addresses = [[part[0] for part in launch if isinstance(part, tuple)] for launch in launches]
+    assert addresses == [3 * [each.data_ptr()] for each in (x, x, other)]
+
+
+def test_what_is_kept_holds_no_memory():
+    x = torch.empty(16, 2, 64, dtype=torch.bfloat16)
+    gone = weakref.ref(x)
+    assert hopper.rows_of(x, 16, False) is not None
+    del x
+    assert gone() is None
 
 
 def test_where_it_is_offered():

@@ -15,10 +15,11 @@ knobs want more, `kernel[grid](...)` does it all.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -44,6 +45,7 @@ class Compiled(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
+    encode: Callable[[Any, int], Sequence[Any]]  # a descriptor, and which of the kernel's it is: what `run` gets of it
 
 
 class Kernel:
@@ -137,6 +139,7 @@ class _Writer:
         self.lines: list[str] = []
         self.pointers: list[str] = []  # the tensors' names; their addresses are the same with p in front
         self.aligned: list[str] = []  # those whose alignment matters
+        self.maps = 0  # descriptors so far
 
     def launcher(self, types: Sequence[Any]) -> Callable[..., None] | None:
         """None where the kernel is none of `triton.jit`, or where an argument needs more than is written here."""
@@ -145,7 +148,7 @@ class _Writer:
         if params is None or len(types) > len(params):
             return None
         scope: dict[str, Any] = {"exact": self.kernel.exact, "cold": self.kernel.cold, "kernel": kernel, "busy": busy}
-        scope.update(on=self.kernel.on, current_device=current_device, raw_stream=raw_stream)
+        scope.update(on=self.kernel.on, current_device=current_device, raw_stream=raw_stream, MapState=MapState)
         names = [f"a{place}" for place in range(len(types))]
         passed = [self._take(*each) for each in zip(names, types, params[: len(types)], strict=True)]
         for place, param in enumerate(params[len(types) :]):
@@ -173,7 +176,7 @@ class _Writer:
             "found = exact.get(key)",
             "if found is None or busy(kernel):",
             f"    return cold(grid, {', '.join(names)}, key=key)",
-            "run, function, metadata = found",
+            "run, function, metadata, encode = found",
             "x, y, z = (*grid, 1, 1)[:3]",
             "if device == current_device():",
             f"    {run}",
@@ -200,14 +203,41 @@ class _Writer:
                 self.aligned.append(name)
             self.key.append(f"{name}.dtype")
             return f"p{name}"
-        elif is_map(kind):  # Triton's launcher encodes it
-            self.key.append(f"({name}.base.dtype, *{name}.block_shape, {name}.layout, {name}.padding)")
+        elif is_map(kind):
+            self.lines += [
+                f"m{name} = {name}.__dict__.get('state')",
+                f"if m{name} is None or m{name}.base is not {name}.base:",
+                f"    m{name} = {name}.state = MapState({name})",
+            ]
+            self.key.append(f"m{name}.kind")
+            self.maps += 1
+            return f"*(m{name}.encoded or m{name}.encode({name}, encode, {self.maps - 1}))"
         elif kind is int:
             narrow = f"-0x80000000 <= {name} <= 0x7FFFFFFF or {name}"
             self.key.append(f"({narrow})" if param is not None and param.do_not_specialize else name)
         elif kind not in (bool, float, type(None)):  # of these the type says all
             return None
         return name
+
+
+class MapState:
+    """What launches keep with a descriptor, which is not changed after its first: 1.5 us to hash it, 3 to encode it."""
+
+    __slots__ = ("base", "encoded", "kind")
+    kinds: ClassVar[dict[tuple[Any, ...], object]] = {}  # of all that Triton compiles for, an object that stands for it
+
+    def __init__(self, made: Any) -> None:
+        self.base = made.base
+        kind = (made.base.dtype, *made.block_shape, made.layout, made.padding)
+        self.kind = self.kinds.setdefault(kind, object())
+        self.encoded: Sequence[Any] = ()
+
+    def encode(self, made: Any, encode: Callable[[Any, int], Sequence[Any]], place: int) -> Sequence[Any]:
+        """The same for every kernel that is compiled for its kind."""
+        found = encode(made, place)
+        if encode is not unencoded:
+            self.encoded = found
+        return found
 
 
 def any_address(param: Any) -> bool:
@@ -252,4 +282,30 @@ def compiled(made: Any) -> Compiled | None:
     except (AttributeError, TypeError, ValueError):
         return None
     known = names[:5] == [*LEADING] and names[5:] in ([], [*FOLLOWING])
-    return Compiled(run, function, metadata) if known else None
+    return Compiled(run, function, metadata, unencoded)._replace(**encoding(run)) if known else None
+
+
+def unencoded(made: Any, place: int) -> Sequence[Any]:
+    """Where it is left to Triton."""
+    return (made,)
+
+
+def encoding(run: Any) -> dict[str, Any]:
+    """Triton's launcher encodes the descriptors of every launch; `run` and `encode` for those that are encoded before.
+
+    None of them where it does not look as known, or where nothing is to be encoded.
+    """
+    wrapped = getattr(run, "launch", None)
+    if torch.version.hip or not inspect.isfunction(wrapped):
+        return {}
+    seen = inspect.getclosurevars(wrapped)
+    make = {**seen.globals, **seen.nonlocals}.get("make_tensordesc_arg")
+    facts, inner = seen.nonlocals.get("tensordesc_meta"), seen.nonlocals.get("launcher")
+    if make is None or inner is None or not facts or None in facts:
+        return {}
+    more = [None] * (len(inspect.signature(make).parameters) - 2)  # of 3.9, which looks at none of them
+    if [*inspect.signature(make).parameters] not in (["arg", "metadata"], ["arg", "metadata", "_"]):
+        return {}
+    short = copy.copy(run)
+    short.launch = inner
+    return {"run": short, "encode": lambda made, place: tuple(make(made, facts[place], *more))}

@@ -7,7 +7,8 @@ for views that no tensor map describes, in `prepare` and `attend` here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from portable.backends.triton import prefill
 from portable.backends.triton.archs import TOLERANCE
-from portable.backends.triton.launch import Bound, bound, target_of
+from portable.backends.triton.launch import Bound, Typed, bound, target_of
 from portable.backends.triton.prefill_tiles import OPEN, longest_first
 from portable.kernel import KV, Kernel, KernelCaps, Op, Requires, Segment
 from portable.layer import Layer, LayerTensors
@@ -38,6 +39,7 @@ ROWS = 64  # of q in one copy: what a warpgroup has
 BLOCK_M = 2 * ROWS
 L2 = 24 << 20  # bytes of K and V that may be in use at a time: half of an H100's L2, whose halves hold copies
 SHAPES = 1024  # of tensors whose description is kept
+PLACES = 4096  # of tensors whose descriptors are kept
 BEGIN = 1.5  # what beginning a tile takes, in blocks
 Table = npt.NDArray[np.int32]
 
@@ -50,6 +52,17 @@ class Items:
     programs: int
     total: int  # heads of tiles
     kernel: Bound
+    launches: dict[tuple[bool, bool], Typed] = field(default_factory=dict)  # by whether there are an LSE and sinks
+
+
+class Address(NamedTuple):
+    """What a descriptor that is kept describes: it holds no memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class Rows(NamedTuple):
@@ -60,10 +73,6 @@ class Rows(NamedTuple):
     head_column: int
     head_row: int
     page_row: int
-
-    def of(self, x: torch.Tensor) -> Rows:
-        """The same of a tensor with these strides: 1 us, where a new descriptor checks itself for 10."""
-        return self._replace(map=_moved(self.map, x), rest=None if self.rest is None else _moved(self.rest, x))
 
 
 def block_n(layer: Layer) -> int:
@@ -181,25 +190,27 @@ def attend(
         return
     pages = None if segment.block_table is None else segment.page_size
     block = keys if pages is None else min(keys, pages)
-    q_rows = rows_of(q, ROWS, paged=False)
-    k_rows, v_rows = (rows_of(each, block, paged=pages is not None) for each in (kv.k, kv.v))
+    q_rows = rows_of(q, ROWS, False)
+    k_rows, v_rows = rows_of(kv.k, block, pages is not None), rows_of(kv.v, block, pages is not None)
     if q_rows is None or k_rows is None or v_rows is None:
         segment = replace(segment, prepared=prefill.prepare(segment, layer))
         prefill.attend(q, kv, segment, layer, tensors, out, lse)
         return
     table, causal = segment.block_table, segment.causal
-    left, right = (OPEN if side is None else min(side, OPEN) for side in layer.window)
-    items.kernel(
+    left, right = layer.window
+    kernel = items.launches.get((lse is None, layer.sinks))
+    if kernel is None:
+        kernel = items.launches[lse is None, layer.sinks] = Typed(items.kernel)
+    lse_head, lse_token = (0, 0) if lse is None else lse.stride()
+    kernel(
         (min(items.programs, items.total),),
         q_rows.map, k_rows.map, v_rows.map, q_rows.rest, k_rows.rest, out, lse,
         tensors.sinks if layer.sinks else None, items.tiles, items.total,
-        causal.view(torch.uint8) if isinstance(causal, torch.Tensor) else None, left, right, layer.scale * LOG2E,
+        None if causal is True or causal is False else causal.view(torch.uint8),
+        OPEN if left is None else min(left, OPEN), OPEN if right is None else min(right, OPEN), layer.scale * LOG2E,
         table, 0 if table is None else table.stride(0), *q_rows[2:4], *k_rows[2:], *v_rows[2:],
-        out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1),
+        *out.stride()[:2], lse_head, lse_token,
     )  # fmt: skip
-
-
-_rows: dict[tuple[Any, ...], Rows | None] = {}
 
 
 def rows_of(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
@@ -207,41 +218,47 @@ def rows_of(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
 
     A head begins a number of columns further, or, where a head's tokens lie together, a number of rows.
     """
-    key = (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, block, paged)
-    if key not in _rows:
-        if len(_rows) >= SHAPES:
-            _rows.clear()
-        _rows[key] = _described(x, block, paged)
-    found = _rows[key]
-    return None if found is None else found.of(x)
+    return _placed(x.data_ptr(), x.shape, x.stride(), x.dtype, block, paged)
 
 
-def _moved(description: Any, x: torch.Tensor) -> Any:
-    """A descriptor that was checked, of another tensor with the same strides."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(description.__dict__, base=x)
-    return made
-
-
-def _described(x: torch.Tensor, block: int, paged: bool) -> Rows | None:
-    token, head, last = x.stride()[-3:]
-    tokens, heads, width = x.shape[-3:]
-    page = x.stride(0) if paged else 0
-    if not x.numel() or last != 1 or token < width or page % token or (head >= token and head % token):
+@lru_cache(PLACES)
+def _placed(
+    address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, block: int, paged: bool
+) -> Rows | None:
+    """At an address: 1 us for descriptors that were checked at another, which check themselves for 10."""
+    found = None if address % 16 else _described(shape, stride, dtype, block, paged)
+    if found is None:
         return None
-    if x.data_ptr() % 16 or token * x.itemsize % 16:
+    made = []
+    for each in found[:2]:
+        made.append(None if each is None else object.__new__(TensorDescriptor))
+        if each is not None:
+            made[-1].__dict__.update(each.__dict__, base=Address(address, dtype))
+    return Rows(made[0], made[1], *found[2:])
+
+
+@lru_cache(SHAPES)
+def _described(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, block: int, paged: bool) -> Rows | None:
+    """The same at address 0."""
+    token, head, last = stride[-3:]
+    tokens, heads, width = shape[-3:]
+    page = stride[0] if paged else 0
+    if 0 in shape or last != 1 or token < width or page % token or (head >= token and head % token):
+        return None
+    if token * dtype.itemsize % 16:
         return None
     by_rows = head >= token
     head_row, head_column = (head // token, 0) if by_rows else (0, head)
-    rows = (x.shape[0] - 1) * (page // token) * paged + (heads - 1) * head_row + tokens
+    rows = (shape[0] - 1) * (page // token) * paged + (heads - 1) * head_row + tokens
     columns = (heads - 1) * head_column + width
     if columns > token or rows >= 2**31:
         return None
     first = power_of_2(width)
-    maps, empty = [], x.new_empty(0)  # that no memory is kept
+    maps = []
     for part in (first, width - first):
-        layout = gl.NVMMASharedLayout.get_default_for([block, part], GLUON[x.dtype]) if part else None
-        maps.append(TensorDescriptor(empty, [rows, columns], [token, 1], [block, part], layout) if part else None)
+        layout = gl.NVMMASharedLayout.get_default_for([block, part], GLUON[dtype]) if part else None
+        base = Address(0, dtype)
+        maps.append(TensorDescriptor(base, [rows, columns], [token, 1], [block, part], layout) if part else None)
     return Rows(maps[0], maps[1], head_column, head_row, page // token)
 
 

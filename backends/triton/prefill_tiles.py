@@ -117,6 +117,9 @@ def tile_of(target: Target, layer: Layer, rows: int | None = None) -> Tile:
     if tile.options and ((layer.v_head_dim > 128 and columns <= 384) or (layer.alibi and columns > 256)):
         # by 32 rows a wave, d192 spilled 94 registers on a gfx950, 85 on a gfx942 with ALiBi; 2 with a copy in flight
         tile = replace(tile, warps=8, stages=1, options=_WIDE)
+        # 32 keys of 64 columns are 8 bytes for each lane of 8 waves; of 128, fp8 spilled 22 registers on a gfx90a
+        if layer.kv_dtype.itemsize == 2:
+            tile = replace(tile, piece=max(tile.piece, 128))
     if target.vendor == "amd" and (layer.softcap is not None or layer.alibi or layer.window[0] is not None):
         tile = replace(tile, keys=min(tile.keys, 32))  # they need registers, and short windows end in fewer masked keys
     if layer.kv_dtype.itemsize == 1:  # without the registers for a copy in flight: bytes become numbers in registers
