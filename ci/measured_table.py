@@ -20,7 +20,7 @@ BLOCK = re.compile(r"(<!-- measured: [^\n]*-->\n).*?(<!-- end of measured -->)",
 
 def measured(results: Path) -> str:
     """Every committed run of the attention benchmark: where, with what, and its rows."""
-    files = sorted(results.glob("attention-*.json"))
+    files = sorted(results.glob("attention-*.json"), key=lambda file: (len(file.name), file.name))
     return "\n".join(described(json.loads(file.read_text(encoding="utf-8"))) for file in files)
 
 
