@@ -37,9 +37,6 @@ SPILLS_ON_RDNA = {
     "decode d256 softcap | attend_kernel",
     "verify 8 d256 8 heads a KV head | attend_kernel",
     "conv1d 5376 channels | _conv1d",
-    "mamba2 64 heads 8 groups drafts | ssd_scan",
-    "mamba2 80 heads | ssd_scan",
-    "mamba2 float32 | ssd_prepare",
     "mamba2 float32 | ssd_scan",
 }
 

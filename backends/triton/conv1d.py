@@ -25,13 +25,13 @@ from portable.states import DecodeStates, PrefillStates
 
 class Tile(NamedTuple):
     channels: int
-    warps: int
+    lanes: int  # of a program: in warps, RDNA's programs would have half as many and spill twice the registers
     tokens: int  # whose loads are on their way at the same time
     decode_channels: int
-    decode_warps: int
+    decode_lanes: int
 
 
-TILES = {"nvidia": Tile(256, 2, 16, 128, 2), "amd": Tile(512, 1, 8, 512, 1)}
+TILES = {"nvidia": Tile(256, 64, 16, 128, 64), "amd": Tile(512, 64, 8, 512, 64)}
 
 
 @triton.jit
@@ -219,7 +219,8 @@ def conv1d(
 ) -> None:
     """x, out [T, C], weight [C, W], pool [slots, W - 1, C]: the rows of a decode or prefill part, and their states."""
     channels, width = weight.shape
-    tile = TILES[target_of(x).vendor]
+    target = target_of(x)
+    tile, wave_size = TILES[target.vendor], target.wave_size
     if isinstance(states, PrefillStates):
         if len(states.conv_requests):
             launch(
@@ -250,7 +251,7 @@ def conv1d(
                 STEP=states.conv_block,
                 TOKENS=min(tile.tokens, next_power_of_2(states.conv_block)),
                 CHANNELS=tile.channels,
-                num_warps=tile.warps,
+                num_warps=tile.lanes // wave_size,
             )
         return
     if len(states.initial_indices):
@@ -275,7 +276,7 @@ def conv1d(
             WIDTH=width,
             SILU=silu,
             CHANNELS=tile.decode_channels,
-            num_warps=tile.decode_warps,
+            num_warps=tile.decode_lanes // wave_size,
         )
 
 

@@ -24,17 +24,16 @@ class Tile:
     """How a kernel is cut: tokens that it takes at a time."""
 
     tokens: int
-    warps: int
+    lanes: int  # of a program: in warps, RDNA's would have half as many, and spill up to 122 registers in bf16
     stages: int
     options: Mapping[str, int] = field(default_factory=dict)  # of the vendor's compiler
 
-    @property
-    def launched(self) -> dict[str, Any]:
-        return {"num_warps": self.warps, "num_stages": self.stages, **self.options}
+    def launched(self, wave_size: int) -> dict[str, Any]:
+        return {"num_warps": self.lanes // wave_size, "num_stages": self.stages, **self.options}
 
 
-CHUNK_STATES = {"nvidia": Tile(tokens=32, warps=4, stages=4), "amd": Tile(tokens=32, warps=4, stages=1)}
-SCAN = {"nvidia": Tile(tokens=64, warps=4, stages=1), "amd": Tile(tokens=64, warps=8, stages=1)}
+CHUNK_STATES = {"nvidia": Tile(tokens=32, lanes=128, stages=4), "amd": Tile(tokens=32, lanes=256, stages=1)}
+SCAN = {"nvidia": Tile(tokens=64, lanes=128, stages=1), "amd": Tile(tokens=64, lanes=512, stages=1)}
 DEEPEST = 128  # rows of N in a tile of `ssd_chunk_states`
 PASSED = 512  # elements of a state that a program carries from chunk to chunk
 WIDEST = 64  # columns of P in a tile
@@ -59,12 +58,15 @@ def ssd(
     chunks, (heads, width, dim), groups = len(states.chunk_requests), pool.shape[1:], b.shape[1]
     if not chunks:
         return
-    vendor, tokens, longest = target_of(x).vendor, len(x), layer.chunk or 256
+    target, tokens, longest = target_of(x), len(x), layer.chunk or 256
+    vendor, wave_size = target.vendor, target.wave_size
     span = max(16, next_power_of_2(longest))
     block_n, block_p = max(16, next_power_of_2(dim)), max(16, min(WIDEST, next_power_of_2(width)))
     columns = cdiv(width, block_p)
     summed, scan = (_fitted(tiles[vendor], x.dtype, span, block_n) for tiles in (CHUNK_STATES, SCAN))
     rows, single = scan.tokens, x.dtype == torch.float32
+    if single:
+        scan = replace(scan, lanes=max(scan.lanes, 256))
     blocks, deep = cdiv(longest, rows), min(DEEPEST // 4 if single else DEEPEST, block_n)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,7 +104,7 @@ def ssd(
         BLOCKS=blocks,
         ROWS=rows,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=summed.lanes // wave_size,
     )
     launch(
         ssd_chunk_states,
@@ -123,7 +125,7 @@ def ssd(
         TOKENS=summed.tokens,
         BLOCK_P=block_p,
         BLOCK_N=deep,
-        **summed.launched,
+        **summed.launched(wave_size),
     )
     whole = next_power_of_2(width)
     passed = max(1, min(block_n, PASSED // whole))
@@ -176,7 +178,7 @@ def ssd(
         ROWS=rows,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
-        **scan.launched | ({"num_warps": 8} if single else {}),
+        **scan.launched(wave_size),
     )
 
 
