@@ -236,14 +236,15 @@ def cache_write(
         view[index] = stored.reshape(stored.shape[0], *view.shape[len(index) :])
 
 
-def cache_gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
+def cache_gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: KV) -> None:
     """The keys and values of every request in order, [Tk, Hkv, D], in the layer's dtype; MLA [Tk, rank + rope]."""
-    compute = compute_of(layer.dtype)
-    lens = host_lens(segment)
-    parts = [gather(kv, segment, r, keys, layer, tensors, compute) for r, (_, keys) in enumerate(lens)]
-    k = torch.cat([part.k for part in parts]).to(layer.dtype)
-    v = [part.v for part in parts if part.v is not None]
-    return KV(k, torch.cat(v).to(layer.dtype) if v else None)
+    start, compute = 0, compute_of(layer.dtype)
+    for r, (_, keys) in enumerate(host_lens(segment)):
+        rows = slice(start, start + keys)
+        for to, part in zip(out, gather(kv, segment, r, keys, layer, tensors, compute), strict=True):
+            if to is not None and part is not None:
+                to[rows] = part
+        start += keys
 
 
 def cache_copy(source: KV, target: KV, pages: torch.Tensor, layer: Layer) -> None:

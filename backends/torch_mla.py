@@ -58,7 +58,7 @@ def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
     return table[row, page].long() * segment.page_size + position % segment.page_size
 
 
-def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
+def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: KV) -> None:
     """The keys and values of every request in order, dequantised; MLA has one tensor [Tk, rank + rope]."""
     slots: torch.Tensor = segment.prepared
     num_pages, page_size = len(kv.k), segment.page_size
@@ -69,18 +69,25 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
             row = int(segment.host_seq_lens.cumsum().searchsorted(key, side="right")) + segment.requests.start
             wrong = low if low < 0 else high
             raise ValueError(f"row {row}: block_table holds page {wrong}; the cache has pages 0 to {num_pages - 1}")
-    k = _values(kv.k, slots, page_size, tensors.k_scale, layer)
-    return KV(k, None if kv.v is None else _values(kv.v, slots, page_size, tensors.v_scale, layer))
+    _select(kv.k, slots, page_size, tensors.k_scale, layer, out.k)
+    if kv.v is not None and out.v is not None:
+        _select(kv.v, slots, page_size, tensors.v_scale, layer, out.v)
 
 
-def _values(
-    pages: torch.Tensor, slots: torch.Tensor, page_size: int, scale: torch.Tensor | None, layer: Layer
-) -> torch.Tensor:
-    if pages.stride(0) == page_size * pages.stride(1):
-        rows = pages.flatten(0, 1).index_select(0, slots) if pages.dtype.itemsize > 1 else pages.flatten(0, 1)[slots]
-    else:
-        rows = pages[slots // page_size, slots % page_size]
-    return rows if rows.dtype == layer.dtype else values_of(rows, scale, compute_of(layer.dtype)).to(layer.dtype)
+def _select(
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    scale: torch.Tensor | None,
+    layer: Layer,
+    out: torch.Tensor,
+) -> None:
+    whole = pages.stride(0) == page_size * pages.stride(1)
+    if whole and pages.dtype == layer.dtype:
+        torch.index_select(pages.flatten(0, 1), 0, slots, out=out)
+        return
+    rows = pages.flatten(0, 1)[slots] if whole else pages[slots // page_size, slots % page_size]
+    out.copy_(rows if rows.dtype == layer.dtype else values_of(rows, scale, compute_of(layer.dtype)))
 
 
 def _kernels() -> Iterator[Kernel]:

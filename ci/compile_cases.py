@@ -23,6 +23,7 @@ from portable.backends.triton import (
 )
 from portable.backends.triton.launch import Call, recorded
 from portable.cache import cache_shapes
+from portable.conformance.inputs import gathered
 from portable.kernel import KV, Kernel, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.detect import describe
@@ -149,7 +150,7 @@ def caching(layer: Layer) -> Case:
         slots = meta(tokens, dtype=torch.int64)
         kernel(cache, Op.CACHE_WRITE).run(k, v, pages, slots, layer, tensors_of(layer))
         gather = kernel(cache, Op.CACHE_GATHER)
-        gather.run(pages, segment(gather, layer, [1] * 8, [1000] * 8, 16), layer, tensors_of(layer))
+        gathered(segment(gather, layer, [1] * 8, [1000] * 8, 16), layer, tensors_of(layer), pages)
         kernel(copy, Op.CACHE_COPY).run(pages, pages, meta(64, 2, dtype=torch.int64), layer)
 
     return Case(run)

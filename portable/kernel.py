@@ -7,7 +7,8 @@ A backend is a tuple `KERNELS` of `Kernel` values. How `run` is called depends o
     MERGE           run(outs, lses, sinks, out, lse)                 any number of parts, as `merge_states`;
                                                                      `out` may be one of `outs`, `lse` is none of `lses`
     CACHE_WRITE     run(k, v, kv, slot_mapping, layer, tensors)
-    CACHE_GATHER    run(kv, segment, layer, tensors) -> KV           packed [Tk, Hkv, D] in the layer's dtype
+    CACHE_GATHER    run(kv, segment, layer, tensors, out)            out: KV to write into, packed [Tk, Hkv, D] in the
+                                                                     layer's dtype, dense; MLA: k [Tk, rank + rope]
     CACHE_COPY      run(source, target, pages, layer)                pages [n, 2] i64, (from, to); negative: no copy
 
 For MLA, CACHE_WRITE takes k [T, rank + rope] and no v, or k [T, rank] and v [T, rope].
@@ -45,6 +46,7 @@ device, in every pool of pools[g], in the order of the list, so a slot may be re
 memory that is written, and run at the same time.
 
 `out` [T, H, Dv] and `lse` [H, T] f32 (or None) are written in place and may be strided views; nothing is returned.
+The Tk of a gather is what the segment's host lengths sum to; where these are bounds, rows beyond the last key are 0.
 """
 
 from __future__ import annotations

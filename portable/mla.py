@@ -37,6 +37,7 @@ class Context:
 
     gather: Segment  # the pages of the pieces; no tokens
     attend: Segment  # the requests' queries over the pieces, without a mask; a request without a piece has no keys
+    num_keys: int  # of all pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +220,7 @@ def _prefill(batch: Batch, layer: Layer, choose: Choose, requests: slice, worksp
             host_query_lens=attend.host_query_lens,
             host_seq_lens=host,
         )
-        context.append(Context(prepared(gather, layer), prepared(attend, of_step(layer))))
+        context.append(Context(prepared(gather, layer), prepared(attend, of_step(layer)), int(host.sum())))
     return Prefill(slice(int(host_cu[requests.start]), int(host_cu[requests.stop])), new, tuple(context))
 
 

@@ -230,12 +230,14 @@ class MlaSlot:
         elif logs is not None:
             out.zero_()
             logs.fill_(-torch.inf)
+        latents = q.new_empty(max((chunk.num_keys for chunk in prefill.context), default=0), self.layer.latent_dim)
         for chunk in prefill.context:
             assert pages is not None and logs is not None
             first, of = prefill.tokens.start, chunk.attend.tokens
             rows = slice(of.start - first, of.stop - first)
-            kv = KV(latents_as(pages, chunk.gather.page_size), None)
-            self._merge_context(chunk, q[rows], kv, weights, tensors, out[rows], logs[:, rows])
+            kv, gathered = KV(latents_as(pages, chunk.gather.page_size), None), latents[: chunk.num_keys]
+            chunk.gather.kernel.run(kv, chunk.gather, self.layer, tensors, KV(gathered, None))
+            self._merge_context(chunk, q[rows], gathered, weights, out[rows], logs[:, rows])
         if lse is not None and logs is not None and logs is not lse:
             lse.copy_(logs)
 
@@ -243,14 +245,12 @@ class MlaSlot:
         self,
         chunk: Context,
         q: torch.Tensor,
-        kv: KV,
+        latents: torch.Tensor,
         weights: MlaWeights,
-        tensors: LayerTensors,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
         """One chunk of the contexts into `out` and `lse`; all that it took is free again at the end."""
-        latents = chunk.gather.kernel.run(kv, chunk.gather, self.layer, tensors).k
         kv_c, k_pe = latents.split([self.layer.kv_lora_rank, self.layer.qk_rope_head_dim], -1)
         part, part_lse = torch.empty_like(out), new_logs(q)
         self._attend(chunk.attend, q, kv_c, k_pe, weights, part, part_lse)

@@ -292,9 +292,9 @@ def in_order(k, v, kv, slots, layer, tensors):
     reference.cache_write(k[: len(kept)], None if v is None else v[: len(kept)], kv, kept, layer, tensors)
 
 
-def swaps(kv, segment, layer, tensors):
-    k, v = reference.cache_gather(kv, segment, layer, tensors)
-    return portable.KV(k, v) if v is None or k.shape != v.shape else portable.KV(v, k)
+def swaps(kv, segment, layer, tensors, out):
+    same = out.v is not None and out.k.shape == out.v.shape
+    reference.cache_gather(kv, segment, layer, tensors, portable.KV(*reversed(out)) if same else out)
 
 
 def sinks_in_each_part(outs, lses, sinks, out, lse):

@@ -18,7 +18,7 @@ from portable import Attention, Batch, Layer, allocate_cache, describe
 from portable.attention import Kernels
 from portable.backends.hip import cache, launch, refresh, runtime, state_copy
 from portable.backends.state_table import Tables
-from portable.conformance.inputs import segment
+from portable.conformance.inputs import gathered, segment
 from portable.kernel import KV, Needs, Op
 from portable.layer import LayerTensors
 from portable.select import parse_requested
@@ -80,14 +80,13 @@ def test_a_warm_up_over_pages_that_were_written_runs_nothing(gpu: Launched, monk
 
 
 def test_what_is_recorded_is_not_kept(gpu: Launched):
-    """A gather of a warm-up makes its result where the pages are."""
     pages = allocate_cache(LAYER, 4, 16, device="cpu")
     kernel = next(kernel for kernel in cache.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
     part = segment(kernel, [(1, 5)], LAYER, torch.zeros(1, 1, dtype=torch.int32), 16)
     with launch.recorded(describe("sm90")) as functions:
-        cache.gather(pages, part, LAYER, LayerTensors())
+        gathered(part, LAYER, LayerTensors(), pages)
     assert [function.name for function in functions] == ["gather"] and not gpu
-    cache.gather(pages, part, LAYER, LayerTensors())
+    gathered(part, LAYER, LayerTensors(), pages)
     assert names(gpu) == ["gather"]
 
 
@@ -245,7 +244,7 @@ def test_pages_that_are_cut_from_a_pool_for_each_call_share_a_launch(
         if how == "write":
             cache.write(rows, rows, KV(*pool.unbind(0)), slots, LAYER, LayerTensors())
         else:
-            cache.gather(KV(*pool.unbind(0)), part, LAYER, LayerTensors())
+            gathered(part, LAYER, LayerTensors(), KV(*pool.unbind(0)))
         arguments = gpu[-1][3]
         return arguments if how == "write" else arguments[:16] + arguments[32:]  # its result lies anywhere
 

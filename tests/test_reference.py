@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from portable.backends import reference
 from portable.backends.reference import attend
 from portable.conformance import cells
-from portable.conformance.inputs import segment
+from portable.conformance.inputs import gathered, segment
 from portable.kernel import KV, Op
 from portable.layer import Layer, LayerTensors
 from portable.platform.detect import describe
@@ -257,11 +257,9 @@ def test_the_same_bytes_mean_what_the_type_of_the_cache_says(dtype, values):
     layer = Layer.gqa(num_heads=1, head_dim=1, dtype=torch.float32, kv_dtype=dtype)
     made = segment(BY_OP[Op.CACHE_GATHER], [(1, 6)], layer, torch.zeros(1, 1, dtype=torch.int32), page_size=6)
     pages = fp8_pages(dtype, [0x38, 0x40, 0x7E, 0x7F, 0x80, 0xFF])
-    k, v = reference.cache_gather(pages, made, layer, NONE)
+    k, v = gathered(made, layer, NONE, pages)
     close(k.flatten(), values)
-    k, v = reference.cache_gather(
-        pages, made, layer, LayerTensors(k_scale=torch.tensor(0.5), v_scale=torch.tensor([3.0]))
-    )
+    k, v = gathered(made, layer, LayerTensors(k_scale=torch.tensor(0.5), v_scale=torch.tensor([3.0])), pages)
     close(k.flatten(), [x * 0.5 for x in values])
     close(v.flatten(), [x * 3 for x in values])
 
@@ -271,7 +269,7 @@ def test_a_scale_of_a_quarter_in_one_flavour_is_a_half_in_the_other():
         layer = Layer.gqa(num_heads=1, head_dim=1, dtype=torch.float32, kv_dtype=dtype)
         made = segment(BY_OP[Op.CACHE_GATHER], [(1, 1)], layer, torch.zeros(1, 1, dtype=torch.int32), page_size=1)
         tensors = LayerTensors(k_scale=torch.tensor(scale))
-        assert reference.cache_gather(fp8_pages(dtype, [0x40]), made, layer, tensors).k.item() == 0.5
+        assert gathered(made, layer, tensors, fp8_pages(dtype, [0x40])).k.item() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -348,12 +346,8 @@ def test_pages_beyond_two_gibibytes_are_reached():
         page, offset = divmod(slot, size)
         assert torch.equal(k[page, offset].float(), row)
         table = torch.tensor([[page]], dtype=torch.int32)
-        got = reference.cache_gather(
-            KV(k, k),
-            replace(made, block_table=table, host_seq_lens=np.array([offset + 1], dtype=np.int32)),
-            layer,
-            NONE,
-        )
+        part = replace(made, block_table=table, host_seq_lens=np.array([offset + 1], dtype=np.int32))
+        got = gathered(part, layer, NONE, KV(k, k))
         assert torch.equal(got.k[-1], row)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -49,13 +49,6 @@ UNKNOWN: _Prepared = nothing, 1, nothing, nothing, 0, 0, 0, 0, (), None  # for n
 _writes: Launches[_Prepared] = Launches()
 _gathers: Launches[_Prepared] = Launches()
 _alike: Launches[_Prepared] = Launches()  # of both, by how pages lie: engines may cut them from a pool for each call
-
-
-class Packed(NamedTuple):
-    """Where a gather puts requests."""
-
-    cu_seqlens_k: torch.Tensor  # [n + 1] i32 on the device
-    rows: int  # of the result
 
 
 @cache
@@ -170,27 +163,17 @@ def _prepared(launch: Launch, together: int, behind: int, kv: KV, scales: Scales
     return launch, together, ref(k), v_known, k.data_ptr(), v_at, k.numel(), behind, steps, layer
 
 
-def prepare_gather(segment: Segment, layer: Layer) -> Packed:
-    """Rows for all keys, and where those of each request start."""
-    return Packed(cu_from_lens(segment.seq_lens), int(segment.host_seq_lens.sum()))
+def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
+    """Where each request's rows start: [n + 1] i32 on the device."""
+    return cu_from_lens(segment.seq_lens)
 
 
-def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
+def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: KV) -> None:
     """Every request's keys and values in order; rows beyond the last are 0 where host lengths are bounds."""
-    k_pages, v_pages = kv
-    starts, count = segment.prepared
-    heads, v = layer.num_kv_heads, None
-    facts: dict[str, Any] = {"dtype": layer.dtype, "device": k_pages.device}
-    if layer.family == "mla":
-        k = torch.empty(count, layer.latent_dim, **facts)  # a tuple of sizes would take 0.3 us more
-    else:
-        k = torch.empty(count, heads, layer.qk_head_dim, **facts)
-        if v_pages is not None:  # two views of one allocation would take 0.9 us more
-            same = layer.v_head_dim == layer.qk_head_dim
-            v = torch.empty_like(k) if same else torch.empty(count, heads, layer.v_head_dim, **facts)
+    (k_pages, v_pages), (k, v) = kv, out
+    count, table = k.size(0), segment.block_table
     if not count:
-        return KV(k, v)
-    table = segment.block_table
+        return
     assert table is not None
     key = id(layer), id(k_pages), v is None, table.stride(), len(segment.host_seq_lens)
     k_at, v_at = k_pages.data_ptr(), 0 if v_pages is None else v_pages.data_ptr()
@@ -207,10 +190,9 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
             _alike.keep(alike, known)
     k_scale, v_scale = addresses(*scales) if scales else (0, 0)
     launch(
-        -(-count // together), k_at, v_at, k.data_ptr(), 0 if v is None else v.data_ptr(), starts.data_ptr(),
-        table.data_ptr(), k_scale, v_scale, count,
+        -(-count // together), k_at, v_at, k.data_ptr(), 0 if v is None else v.data_ptr(),
+        segment.prepared.data_ptr(), table.data_ptr(), k_scale, v_scale, count,
     )  # fmt: skip
-    return KV(k, v)
 
 
 def _prepare_gather(
@@ -231,7 +213,7 @@ def _prepare_gather(
         *divide(kv.k.shape[1] if layout == "strided" else kv.k.shape[3]),
         table.stride(0), *_steps(scales), heads, len(segment.seq_lens),
     )  # fmt: skip
-    given = kv.k, kv.v, k, v, segment.prepared.cu_seqlens_k, table, *scales
+    given = kv.k, kv.v, k, v, segment.prepared, table, *scales
     slices = max(each.slices for each in made)
     launch = _function("gather", layer.dtype, kv.k.dtype).prepare(given, fixed, 1 if v is None else 2, slices)
     return _prepared(launch, together, 0, kv, scales, layer)

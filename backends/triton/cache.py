@@ -306,47 +306,35 @@ def _gather(
             )
 
 
-class Packed(NamedTuple):
-    """Where a gather puts requests."""
-
-    cu_seqlens_k: torch.Tensor  # [n + 1] i32 on the device
-    rows: int  # of the result
+def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
+    """Where each request's rows start: [n + 1] i32 on the device."""
+    return cu_from_lens(segment.seq_lens)
 
 
-def prepare_gather(segment: Segment, layer: Layer) -> Packed:
-    """Rows for all keys, and where those of each request start."""
-    return Packed(cu_from_lens(segment.seq_lens), int(segment.host_seq_lens.sum()))
-
-
-def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors) -> KV:
+def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: KV) -> None:
     """Every request's keys and values in order; rows beyond the last are 0 where host lengths are bounds."""
-    k_pages, v_pages = kv
-    starts, rows = segment.prepared
-    mla, k_scale, v_scale, v = layer.family == "mla", None, None, None
-    heads, width = (1, layer.latent_dim) if mla else (layer.num_kv_heads, layer.qk_head_dim)
-    facts: dict[str, Any] = {"dtype": layer.dtype, "device": k_pages.device}
-    # a tuple of sizes would take 0.7 us more
-    k = torch.empty(rows, width, **facts) if mla else torch.empty(rows, heads, width, **facts)
+    (k_pages, v_pages), (k, v) = kv, out
+    rows = k.size(0)
+    if not rows:
+        return
+    k_scale = v_scale = None
+    heads, width = (1, layer.latent_dim) if layer.family == "mla" else (layer.num_kv_heads, layer.qk_head_dim)
     if k_pages.dtype in fp8.FLAVOURS:
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
     parts = [(width, (), k_pages.shape, k_pages.stride(), step_of(k_scale))]
     given: tuple[torch.Tensor, ...] = bytes_of(k_pages), k
     scales: tuple[torch.Tensor | None, ...] = (k_scale,)
-    if v_pages is not None:  # two views of one allocation would take 1.6 us more
-        same = layer.v_head_dim == width
-        v = torch.empty_like(k) if same else torch.empty(rows, heads, layer.v_head_dim, **facts)
+    if v_pages is not None and v is not None:
         parts.append((layer.v_head_dim, (), v_pages.shape, v_pages.stride(), step_of(v_scale)))
         given = *given, bytes_of(v_pages), v
         scales = k_scale, v_scale
-    if not rows:
-        return KV(k, v)
     table, requests = segment.block_table, len(segment.host_seq_lens)
     assert table is not None
     target, steps = target_of(k_pages), requests.bit_length() + 1
     made = _gathering(target.vendor, target.wave_size, layer.cache_layout, heads, k_pages.dtype, steps, *parts)
     grid = -(-rows * heads // made.rows), len(scales)
-    made.launch(grid, given, scales, *made.constants, starts, table, table.stride(0), requests, rows, *made.sizes)
-    return KV(k, v)
+    sizes = table.stride(0), requests, rows, *made.sizes
+    made.launch(grid, given, scales, *made.constants, segment.prepared, table, *sizes)
 
 
 @lru_cache(KEPT)

@@ -95,24 +95,32 @@ def gather(kernels: list[Kernel], device: torch.device, tokens: int, requests: i
     turn = problem.rotations[0]
     want = [torch.cat([keys_of(part, work, turn, r, None) for r in range(requests)]) for part in turn.kv]
 
-    def error(got: object) -> float:
-        assert isinstance(got, KV) and got.v is not None
-        return max(relative_error(part, right) for part, right in zip((got.k, got.v), want, strict=True))
+    rows = [[torch.empty_like(part) for part in want] for _ in problem.rotations]
+
+    def error(_: object) -> float:
+        return max(relative_error(part, right) for part, right in zip(rows[0], want, strict=True))
 
     jobs = [
-        Job(f"portable {kernel.name}", partial(gathers, problem, kernel), [turn.out], error, 1e-9) for kernel in kernels
+        Job(
+            f"portable {kernel.name}",
+            partial(gathers, problem, kernel, rows),
+            [part for each in rows for part in each],
+            error,
+            1e-9,
+        )
+        for kernel in kernels
     ]
     return contest([*jobs, copy_job(4 * want[0].nbytes, device)], BUDGET, WARM, anyone)
 
 
-def gathers(problem: Problem, kernel: Kernel) -> list[Callable[[], object]]:
-    """A call for each rotation; what `prepare` makes is not timed."""
+def gathers(problem: Problem, kernel: Kernel, rows: list[list[torch.Tensor]]) -> list[Callable[[], object]]:
+    """A call for each rotation, into rows of its own; what `prepare` makes is not timed."""
     made: list[Callable[[], object]] = []
-    for number, each in enumerate(problem.rotations):
+    for number, (each, out) in enumerate(zip(problem.rotations, rows, strict=True)):
         part = segment(problem, kernel, number)
         if kernel.prepare is not None:
             part = replace(part, prepared=kernel.prepare(part, LAYER))
-        made.append(partial(kernel.run, each.kv, part, LAYER, LayerTensors()))
+        made.append(partial(kernel.run, each.kv, part, LAYER, LayerTensors(), KV(*out)))
     return made
 
 
@@ -159,7 +167,7 @@ def eager(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterator[
         if kernel.caps.op is Op.CACHE_WRITE:
             yield kernel.name, partial(kernel.run, k, v, kv, slots, LAYER, LayerTensors())
         elif kernel.caps.op is Op.CACHE_GATHER:
-            yield kernel.name, gathers(gathered, kernel)[0]
+            yield kernel.name, gathers(gathered, kernel, [[k.clone(), v.clone()] for _ in gathered.rotations])[0]
         elif kernel.caps.op is Op.MERGE:
             yield kernel.name, partial(kernel.run, parts[1:], lses[1:], None, parts[0], lses[0])
         elif kernel.caps.op is Op.PAGED:

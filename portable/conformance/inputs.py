@@ -46,7 +46,7 @@ def build(kernel: Kernel, case: Case, device: str, attempt: int = 0, blank: floa
         sinks=torch.linspace(5, -1, layer.num_heads, device=device).to(given_as(case)) if layer.sinks else None,
         alibi=torch.linspace(1, 0.02, layer.num_heads, device=device) if layer.alibi else None,
     )
-    shapes = row_shapes(case)
+    shapes = row_shapes(case.layer)
     rows = drawn(normal, num_keys, shapes)
     values = rows.k[:, : layer.kv_lora_rank] if rows.v is None else rows.v
     for end in np.cumsum([s for _, s in case.lens]):
@@ -96,6 +96,14 @@ def segment(
         host_seq_lens=keys,
     )
     return made if kernel.prepare is None else replace(made, prepared=kernel.prepare(made, layer))
+
+
+def gathered(segment: Segment, layer: Layer, tensors: LayerTensors, kv: KV) -> KV:
+    """What the segment's kernel gathers, in memory of its own."""
+    rows = int(segment.host_seq_lens.sum())
+    out = drawn(lambda *shape: untouched(shape, layer.dtype, kv.k.device), rows, row_shapes(layer))
+    segment.kernel.run(kv, segment, layer, tensors, out)
+    return out
 
 
 def block_table(case: Case) -> tuple[torch.Tensor, int]:
@@ -153,9 +161,8 @@ def put(case: Case, kv: KV, slots: torch.Tensor, rows: KV) -> None:
             pages[page, :, offset // x, :, offset % x] = row
 
 
-def row_shapes(case: Case) -> Shapes:
+def row_shapes(layer: Layer) -> Shapes:
     """The shapes of one token's rows of K and V."""
-    layer = case.layer
     if layer.family == "mla":
         return (layer.latent_dim,), None
     return (layer.num_kv_heads, layer.qk_head_dim), (layer.num_kv_heads, layer.v_head_dim)

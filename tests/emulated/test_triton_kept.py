@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 
 from portable.backends import reference
 from portable.backends.triton import cache, copy, merge
-from portable.kernel import KV, Segment
+from portable.conformance.inputs import gathered
+from portable.kernel import KV, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.platform.emulated import activate
 
 LAYER = Layer.gqa(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16)
+ORACLE = next(kernel for kernel in reference.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
 FP8 = torch.float8_e4m3fnuz
 PAGE, PAGES = 4, 6
 SCALAR, PER_HEAD = torch.tensor(0.5), torch.tensor([0.5, 0.25])
@@ -118,8 +120,8 @@ def test_gathers():
         table = torch.arange(len(lens) * (5 if wide else 2), dtype=torch.int32).view(len(lens), -1) % count
         segment = of_lens(lens, table)
         segment = replace(segment, prepared=cache.prepare_gather(segment, layer))
-        got = cache.gather(pool, segment, layer, tensors_of(scale))
-        want = reference.cache_gather(pool, segment, layer, tensors_of(scale))
+        got = gathered(segment, layer, tensors_of(scale), pool)
+        want = gathered(replace(segment, kernel=ORACLE), layer, tensors_of(scale), pool)
         assert torch.equal(got.k, want.k) and torch.equal(got.v, want.v), (count, how, dtype, scale, lens, wide)
 
 
