@@ -187,6 +187,24 @@ def test_twins_on_a_cpu(tmp_path, capfd, monkeypatch):
     assert "--providers hip --device cpu" in capfd.readouterr().err
 
 
+def test_what_a_call_launches_is_launched_by_triton_itself():
+    launch = pytest.importorskip("portable.backends.triton.launch")
+    launched, calls = [], []
+
+    class Function:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append((grid, arguments, options))
+
+    def call():
+        calls.append(launch.bound(function, {"BLOCK": 16})((3,), 5))
+
+    function = Function()
+    run = twins.by_triton(call, torch.device("cpu"))
+    run()
+    run()
+    assert launched == [((3,), (5,), {"BLOCK": 16})] * 2 and len(calls) == 1
+
+
 def test_staged_files_lose_what_only_amd_takes(tmp_path):
     text = 'return {\n    "TILE_SIZE": 64,\n    "waves_per_eu": 2,\n    "num_stages": 1,\n}\n'
     stage.put(tmp_path, tmp_path / "site", f"{stage.AITER}/unified_attention.py", text.encode())

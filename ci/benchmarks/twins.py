@@ -194,10 +194,18 @@ def prompts(kernels: list[Kernel], device: torch.device, tokens: int) -> Iterato
                 yield f"{kernel.name} prompt", calls(problem, kernel)[0]
 
 
-def every(
-    found: list[Kernel], among: list[Kernel], device: torch.device, tokens: int
-) -> dict[str, Callable[[], object]]:
-    return dict([*eager(found, device, tokens), *prompts(among, device, tokens)])
+def by_triton(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """What a call launches, by Triton's own launcher, and nothing else that the call does."""
+    from portable.backends.triton.launch import recorded
+
+    with recorded(detect(str(device))) as launches:
+        call()
+
+    def run() -> None:
+        for each in launches:
+            each.kernel.kernel[each.grid](*each.arguments, **each.kernel.options)
+
+    return run
 
 
 def finished(call: Callable[[], object], device: torch.device) -> float:
@@ -250,7 +258,10 @@ def main(argv: list[str]) -> int:
 
     host, latency = dict[str, float](), dict[str, float]()
     if re.search(args.only, "host"):
-        host = {name: in_a_loop(call, device) for name, call in timed(8)}
+        for name, call in timed(8):
+            host[name] = in_a_loop(call, device)
+            if name.startswith("triton") and device.type == "cuda":
+                host[f"{name} by Triton's launcher"] = in_a_loop(by_triton(call, device), device)
         print("host", {name: round(us, 2) for name, us in host.items()})
     for tokens in SHORT if re.search(args.only, "latency") else ():
         latency |= {f"{name} {tokens}": finished(call, device) for name, call in timed(tokens)}
