@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from portable.backends.convention import OF_THE_CALL, Convention, why_not_called
 from portable.backends.reach import Reach
-from portable.backends.rows import lse_of_rows, seen_rows
+from portable.backends.rows import lse_of_rows, unseen_rows
 from portable.backends.step import Step, arguments, step_of
-from portable.backends.views import Views, latent, latent_parts, slot_indices, slots
+from portable.backends.turns import Caches
+from portable.backends.views import View, Views, latent, latent_parts, slot_indices, slots
 from portable.kernel import KV, Kernel, KernelCaps, Segment
 from portable.layer import Layer, LayerTensors, UnsupportedError
 
@@ -43,12 +44,11 @@ class Adapter:
         self._q, self._qv, self._k, self._v, self._out, self._sinks, self._alibi = islice(of_call, 7)
         self._k_descale, self._v_descale, self._asks_lse = of_call
         self._slots = convention.names.get("kv_indices", "")
-        self._plain_lse = (convention.lse.layout, convention.lse.base) == ("ht", "e")
         self._writes_out = convention.writes_out
         # room for what is of a layer, so that no table grows in a call
         self._room = {keyword: None for keyword in (self._q, self._qv, self._k, self._v, self._asks_lse) if keyword}
         self._of_features = bool(self._sinks or self._alibi or self._k_descale)
-        self._views: dict[tuple[Reach | None, int], Views] = {}
+        self._caches: dict[tuple[Any, ...], Caches] = {}
         self._checked: Callable[..., Any] | None = None
 
     def kernel(self, caps: KernelCaps) -> Kernel:
@@ -77,21 +77,27 @@ class Adapter:
         function = self.bind()
         if not (segment.tokens.stop - segment.tokens.start and segment.max_seq_len):
             return Step(function, segment)
-        segment = self.rows(segment)
-        return step_of(self.convention, function, segment, layer, self.fixed(segment, layer) | self._room, self.views)
+        rows = self.rows(segment)
+        caches = partial(self._caches_of, segment, layer)
+        return step_of(self.convention, function, rows, layer, self.fixed(rows, layer) | self._room, caches)
 
     def rows(self, segment: Segment) -> Segment:
         """The segment as the callable is to see it: the same queries over the same keys."""
         return segment
 
-    def views(self, reach: Reach | None, width: int) -> Views:
-        """What gives a cache as the callable wants it; one for all steps."""
-        if (reach, width) not in self._views:
-            paged = self.convention.pages == "single"
-            make = partial(latent_parts, width=width) if self._qv else latent
-            made = Views(partial(slots, paged=paged) if self.convention.pages != "page" else make, reach)
-            self._views[reach, width] = made
-        return self._views[reach, width]
+    def views(self, width: int) -> Callable[[KV], View]:
+        """What makes of a cache what the callable wants."""
+        if self.convention.pages != "page":
+            return partial(slots, paged=self.convention.pages == "single")
+        return partial(latent_parts, width=width) if self._qv else latent
+
+    def _caches_of(self, segment: Segment, layer: Layer, reach: Reach | None, width: int) -> Caches:
+        """Those of the layer's kind, for all steps."""
+        dims = layer.num_kv_heads, layer.qk_head_dim, layer.v_head_dim, layer.latent_dim
+        kind = reach, width, segment.page_size, dims, layer.kv_dtype, segment.seq_lens.device
+        if kind not in self._caches:
+            self._caches[kind] = Caches(Views(self.views(width), reach))
+        return self._caches[kind]
 
     def fixed(self, segment: Segment, layer: Layer) -> dict[str, Any]:
         """What a step fixes, masks aside, by the callable's keywords."""
@@ -163,15 +169,16 @@ class Adapter:
             assert v is not None
             q, k, v = (pad(each, (0, step.wide - each.shape[-1])) for each in (q, k, v))
         reach = step.reach
-        if reach is not None and reach.most is not None and (q.nbytes > reach.most or not q.is_contiguous()):
-            reach.check_query(q)
+        if reach is not None and (step.views is not None or not reach.holds(q, k, v)):
+            if reach.most is not None and (q.nbytes > reach.most or not q.is_contiguous()):
+                reach.check_query(q)
+            if step.views is None:
+                reach.check(KV(k, v), pages=step.segment.block_table is not None)
         if step.views is not None:
             k, v, apart = step.views.of(k, v)
             if step.indices is not None:
                 indices = step.indices.get(apart)
                 call[self._slots] = self._indices(step, apart) if indices is None else indices
-        elif reach is not None:
-            reach.check(KV(k, v), pages=step.segment.block_table is not None)
         given = q  # which stays to the end: an alias of it holds no memory
         if step.parts is not None:
             call[self._qv], given = step.parts.of(q)
@@ -221,18 +228,18 @@ class Adapter:
             found = len(result) if several else 1
             raise RuntimeError(f"{name} returned {found} values; with an LSE they are {counts}")
         # `copy_` casts, so what has the right numbers takes no view: `lse_of_rows` would take 4 us
-        if self._plain_lse and step.batch is None and logs.shape == lse.shape:
-            return got, logs
-        if step.lse_as is not None and logs.shape == step.logs:
+        if logs.shape == step.logs:
+            if step.lse_as is None:
+                return got, logs
             step.lse_as.of(lse).copy_(logs)
             return got, None
         return got, lse_of_rows(logs, convention.lse, step.batch, step.places, lse, step.segment.cu_seqlens_q)
 
-    @staticmethod
-    def _indices(step: Step, apart: int) -> torch.Tensor:
-        """The numbers of slots where pages lie `apart` tokens from each other, made once for a step."""
-        known, page_size = step.indices or {}, step.segment.page_size
-        known[apart] = made = slot_indices(known[page_size], page_size, apart)
+    def _indices(self, step: Step, apart: int) -> torch.Tensor:
+        """Where keys are in pages that lie `apart` from each other, made once for a step."""
+        known = step.indices or {}
+        dense, indices = next(iter(known.items()))
+        known[apart] = made = slot_indices(indices, dense, apart)
         return made
 
     @staticmethod
@@ -241,18 +248,18 @@ class Adapter:
     ) -> None:
         """Write what the contract wants of rows without a key."""
         sets_out, sets_lse = step.sets or (False, False)
-        seen = step.seen
+        unseen = step.unseen
         if out.is_cuda and torch.cuda.is_current_stream_capturing():
-            seen = seen_rows(step.segment, layer)  # from the lengths of each replay
-        if seen is None:
+            unseen = unseen_rows(step.segment, layer)  # from the lengths of each replay
+        if unseen is None:
             return
         if sets_out:
-            out.masked_fill_(~seen[:, None, None], 0)
+            out.masked_fill_(unseen[1], 0)
         if lse is not None and sets_lse:
             if layer.sinks and tensors.sinks is not None:
-                lse.copy_(torch.where(seen, lse, tensors.sinks.float()[:, None]))
+                torch.where(unseen[0], tensors.sinks.float()[:, None], lse, out=lse)
             else:
-                lse.masked_fill_(~seen, -torch.inf)
+                lse.masked_fill_(unseen[0], -torch.inf)
 
     def _add_features(self, call: dict[str, Any], segment: Segment, layer: Layer, tensors: LayerTensors) -> None:
         """Sinks, slopes and the scales of an fp8 cache, where the layer has them."""

@@ -21,6 +21,19 @@ class Reach:
     most: int | None  # bytes of a tensor
     window: int | None  # bytes whose multiples K and V may not cross
 
+    def holds(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> bool:
+        """Whether dense tensors are so small that there is nothing to check: seen in 0.5 us, in place of 1.5."""
+        most = self.most
+        return (
+            most is not None
+            and self.window is self.max_block_id is None
+            and q.nbytes <= most
+            and k.nbytes <= most
+            and (v is None or (v.nbytes <= most and v.is_contiguous()))
+            and k.is_contiguous()
+            and q.is_contiguous()
+        )
+
     def check_query(self, q: torch.Tensor) -> None:
         """Raise an UnsupportedError for queries that are not reached."""
         self._check("q", extent(q))

@@ -64,6 +64,12 @@ def seen_rows(segment: Segment, layer: Layer) -> torch.Tensor:
     return has_keys(segment.cu_seqlens_q, segment.seq_lens, tokens, segment.causal, layer.window)
 
 
+def unseen_rows(segment: Segment, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that see no key, [T] bool, and the same as [T, 1, 1]."""
+    found = ~seen_rows(segment, layer)
+    return found, found[:, None, None]
+
+
 def lse_of_rows(
     logs: torch.Tensor,
     form: LseForm,

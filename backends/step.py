@@ -10,8 +10,9 @@ import torch
 
 from portable.backends.convention import CSR, Convention
 from portable.backends.reach import Reach, reach_of
-from portable.backends.rows import as_batch, may_be_empty, seen_rows, token_csr
-from portable.backends.views import Aliases, Views, aliases, grouped, grouped_lse, parts, turned_lse
+from portable.backends.rows import as_batch, may_be_empty, token_csr, unseen_rows
+from portable.backends.turns import Caches, Turns, turns
+from portable.backends.views import grouped, grouped_lse, parts, turned_lse
 from portable.kernel import GraphLevel, Segment, head_dims
 from portable.layer import Layer
 from portable.paging import num_pages, page_csr
@@ -28,25 +29,25 @@ class Step:
     segment: Segment  # as the callable sees it
     calls: tuple[dict[str, Any], ...] = ()  # two where requests differ in being causal; none where no row has a key
     causal: torch.Tensor | None = None  # [T] bool: the rows for which the first of two calls is right
-    seen: torch.Tensor | None = None  # [T] bool: the rows that see a key; None where all do
+    unseen: tuple[torch.Tensor, torch.Tensor] | None = None  # rows without a key, [T] and [T, 1, 1] bool; None: no row
     sets: tuple[bool, bool] | None = None  # whether out, and the LSE, is set where no key is seen; None: all see one
     batch: tuple[int, int] | None = None  # (B, Sq) where q is [B, Sq, H, D]
     sources: torch.Tensor | None = None  # [B * Sq] i64, the token at each place; None where it is the same
     places: torch.Tensor | None = None  # [T] i64, the place of each token
-    grouped: Aliases | None = None  # rows as [B, Sq, ...], where none has to move
-    dense: Aliases | None = None  # rows that are dense as these; None of others
-    queries: Aliases | None = None  # of the two that of q
+    grouped: Turns | None = None  # `out` as [B, Sq, ...], where no row has to move
+    dense: Turns | None = None  # the same where it is dense; None of others
+    queries: Turns | None = None  # q as one of the two
     dense_rows: bool = False  # whether q is made dense before it is looked at
     plain: bool = False  # whether what is returned is as `out` grouped so
-    logs: tuple[int, ...] | None = None  # the shape of an LSE that is as `lse` seen in another way
-    lse_as: Aliases | None = None  # `lse` in that way
-    parts: Aliases | None = None  # q as its columns that are qv, and those that are q
+    logs: tuple[int, ...] | None = None  # the shape of an LSE that is copied as it is
+    lse_as: Turns | None = None  # `lse` seen in that shape; None where it has it
+    parts: Turns | None = None  # q as its columns that are qv, and those that are q
     wide: int = 0  # what q, K and V are padded to; 0: they are as wide as they should be
     reach: Reach | None = None  # of the callable's addresses
     takes_out: bool = False  # whether it is given something to write its output to
     direct: bool = False  # whether that may be `out` itself, where it is dense
-    views: Views | None = None  # what the cache is given as; None: as it is
-    indices: dict[int, torch.Tensor] | None = None  # of slots, for pages that lie so many tokens apart
+    views: Caches | None = None  # what the cache is given as; None: as it is
+    indices: dict[int, torch.Tensor] | None = None  # where keys are, for pages so far apart; dense ones come first
 
 
 def step_of(
@@ -55,9 +56,9 @@ def step_of(
     segment: Segment,
     layer: Layer,
     fixed: dict[str, Any],
-    views: Callable[[Reach | None, int], Views],
+    caches: Callable[[Reach | None, int], Caches],
 ) -> Step:
-    """The step of a segment whose arguments, masks aside, are `fixed`; `views` gives those of a cache."""
+    """The step of a segment whose arguments, masks aside, are `fixed`; `caches` gives the views of its caches."""
     caps, form = segment.kernel.caps, convention.lse
     batch = sources = places = rows = indices = None
     logs: tuple[int, ...] | None = None
@@ -68,7 +69,7 @@ def step_of(
         request = torch.from_numpy(ragged_arange(segment.host_query_lens)[0])
         rows = segment.causal[request.to(segment.causal.device).long()]
     ways = (bool(segment.causal),) if rows is None else (True, False)
-    seen = seen_rows(segment, layer) if may_be_empty(segment, layer) else None
+    unseen = unseen_rows(segment, layer) if may_be_empty(segment, layer) else None
     sets = not convention.zeroes_empty, not (form.empty == "sink" or (form.empty == "-inf" and not layer.sinks))
     key_dim, width = head_dims(caps.op, layer)
     wide = max(key_dim, width) if convention.equal_value_dim and key_dim != width else 0
@@ -77,26 +78,28 @@ def step_of(
     if paged and convention.pages != "page":
         indices = {segment.page_size: fixed[convention.names["kv_indices"]]}
     # what a graph replays has other lengths
-    unset = not any(sets) or (seen is None and caps.graph_level is GraphLevel.NEVER)
+    unset = not any(sets) or (unseen is None and caps.graph_level is GraphLevel.NEVER)
     straight = len(ways) == 1 and sources is None  # rows of results are those of q
-    parted = aliases(parts, (width, key_dim - width)) if "qv" in convention.names else None
-    rows_as = dense_as = None
+    parted = turns(parts, (width, key_dim - width)) if "qv" in convention.names else None
+    rows_as = dense_as = queries = None
     if batch is not None and sources is None:
-        rows_as, dense_as = aliases(grouped, batch), aliases(grouped, batch, dense=True)
-    queries = dense_as if convention.dense_rows and reach is None else rows_as
-    if straight and form.base == "e":
-        if form.layout == "th" and batch is None:
-            tokens = segment.tokens.stop - segment.tokens.start
-            logs, lse_as = (tokens, layer.num_heads), aliases(turned_lse, ())
-        elif form.layout == "bhs" and batch is not None:
-            logs, lse_as = (batch[0], layer.num_heads, batch[1]), aliases(grouped_lse, batch)
+        rows_as, dense_as = turns(grouped, batch), turns(grouped, batch, dense=True)
+        queries = turns(grouped, batch, dense=convention.dense_rows and reach is None)
+    if form.base == "e":
+        tokens = segment.tokens.stop - segment.tokens.start
+        if form.layout == "ht" and batch is None:
+            logs = (layer.num_heads, tokens)
+        elif straight and form.layout == "th" and batch is None:
+            logs, lse_as = (tokens, layer.num_heads), turns(turned_lse, ())
+        elif straight and form.layout == "bhs" and batch is not None:
+            logs, lse_as = (batch[0], layer.num_heads, batch[1]), turns(grouped_lse, batch)
     takes_out = "out" in convention.names and (batch is None or batch[1] == 1 or not convention.out_of_single)
     return Step(
         function,
         segment,
         tuple({**fixed, **masks(convention, layer, causal)} for causal in ways),
         rows,
-        seen,
+        unseen,
         None if unset else sets,
         batch,
         sources,
@@ -113,7 +116,7 @@ def step_of(
         reach,
         takes_out,
         straight and wide in (0, width),
-        views(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
+        caches(reach, width) if paged and (convention.pages != "page" or layer.family == "mla") else None,
         indices,
     )
 

@@ -153,8 +153,11 @@ class TopLeft(Adapter):
             return found, logs
 
         (context, context_lse), (new, new_lse) = map(partial, step.parts)
+        if step.open is None:
+            merge_states([context, new], [context_lse, new_lse], None, out, lse)
+            return
         merged = merge_states([context, new], [context_lse, new_lse])
-        if step.open is not None and step.causal is not None:
+        if step.causal is not None:
             whole, whole_lse = partial(step.open)
             merged = AttnOut(
                 torch.where(step.causal[:, None, None], merged.out, whole),

@@ -62,6 +62,11 @@ class Views:
                 return found
         return self._met(KV(k, v))
 
+    def kept(self, k: torch.Tensor) -> tuple[Any, Any, View] | None:
+        """K's strides, None where being contiguous tells them, V's facts, and the view, of what was met last there."""
+        last = self._last.get(k.data_ptr())
+        return None if last is None else (last[1], last[4], last[5])
+
     def _met(self, kv: KV) -> View:
         k, v = kv
         of_k, of_v = _facts(k), None if v is None else _facts(v)
@@ -113,6 +118,11 @@ class Aliases:
             ):
                 return found
         return self._met(tensor)
+
+    def kept(self, tensor: torch.Tensor) -> tuple[Any, Any] | None:
+        """The strides, None where being contiguous tells them, and the view, of what its address was met with last."""
+        last = self._last.get(tensor.data_ptr())
+        return None if last is None else (last[1], last[4])
 
     def _met(self, tensor: torch.Tensor) -> Any:
         if self.dense and not tensor.is_contiguous():

@@ -121,6 +121,56 @@ def test_layers_take_turns_at_the_same_queries_and_results(made: tuple[Kernel, L
                 check(kernel, case, replace(each, q=inputs.q, segment=inputs.segment), out, lse)
 
 
+def test_what_lies_strided_where_dense_memory_lay_in_the_same_step_is_read_and_written_so(
+    made: tuple[Kernel, Layer, int],
+) -> None:
+    """The layers of one step: q, `out` and `lse` begin where those of the layer before did, and lie otherwise."""
+    kernel, layer, page_size = made
+    for case in steps(layer, page_size):
+        inputs = build(kernel, case, "cpu")
+        rows, heads, wide = inputs.q.shape
+        width = inputs.v.shape[-1]
+        rooms = (
+            torch.zeros(rows, heads, 2 * wide, dtype=layer.dtype),
+            torch.zeros(rows, heads, 2 * width).to(layer.dtype),
+        )
+        logs = torch.zeros(heads * rows)
+        for strided in (False, False, False, True, True, True, False):
+            q, out = (room.view(-1)[: room.numel() // 2].view(rows, heads, -1) for room in rooms)
+            lse = logs.view(heads, rows)
+            if strided:
+                q, out, lse = rooms[0][..., :wide], rooms[1][..., :width], logs.view(rows, heads).T
+            check(kernel, case, replace(inputs, q=q.copy_(torch.randn_like(q))), out, lse)
+
+
+LARGER = {
+    "vllm_flash_attn_3.mla_pieces": (64, 128),
+    "aiter.mla_decode": (16, 32),
+    "vllm_flash_attn_3.mla_decode": (16, 8),
+}
+
+
+@pytest.mark.parametrize("made", LARGER, indirect=True)
+def test_a_cache_that_takes_the_address_of_one_of_other_pages_or_dtype_is_its_own(
+    made: tuple[Kernel, Layer, int], request: pytest.FixtureRequest
+) -> None:
+    """As many bytes at one address: pages of twice as many tokens, and numbers of another kind."""
+    kernel, layer, _ = made
+    heap = Heap()
+    for page_size in LARGER[request.node.callspec.params["made"]] * 2:
+        for dtype in (torch.bfloat16, torch.float16) if torch.float16 in kernel.caps.dtypes else (layer.dtype,):
+            typed = replace(layer, dtype=dtype, kv_dtype=dtype)
+            case = cells.Case(op=kernel.caps.op, layer=typed, lens=((1, 140), (1, 7)), page_size=page_size)
+            inputs = build(kernel, case, "cpu")
+            out, lse = inputs.q.new_empty(2, 16, 512), torch.empty(16, 2)
+            for _ in range(3):
+                heap.free()
+                tokens = 1 << 11
+                pages = heap.place((tokens // page_size, page_size, 576), dtype).zero_()
+                pages[: len(inputs.kv.k)] = inputs.kv.k
+                check(kernel, case, replace(inputs, kv=KV(pages, None)), out, lse)
+
+
 def held(kernel: Kernel, inputs: Inputs) -> set[int]:
     """What a step's calls are given beside numbers: memory by its address, objects of the vendor by theirs."""
     given = [each for call in inputs.segment.prepared.calls for each in call.values()]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from portable.backends.reach import Reach
+from portable.backends.turns import Caches, Turns
 from portable.backends.views import (
     Aliases,
     Views,
@@ -381,3 +382,90 @@ def test_nothing_is_kept_of_numbers_that_are_still_to_be_negated_or_conjugated(k
             assert torch.equal(aliases.of(lazy), lazy.unsqueeze(1))
             assert torch.equal(kept.of(lazy, None).k.squeeze(2), lazy)
             assert torch.equal(kept.of(numbers.real, lazy).v, lazy)
+
+
+# What is known of a step's tensors is not looked at again: address, strides and bytes are.
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_turn_at_an_address_is_seen_as_it_lies(dense):
+    """Dense rows, rows with gaps, and rows whose one row has another stride, all at one address in one step."""
+    memory = torch.arange(96.0)
+    turns = Turns(Aliases(lambda rows: rows.unsqueeze(1), dense=dense))
+    for strides in ((6, 1), (12, 1), (1, 4), (6, 1)) * 4:
+        rows = memory.as_strided((4, 6), strides)
+        found = turns.of(rows)
+        if dense and strides != (6, 1):
+            assert found is None
+        else:
+            assert torch.equal(found, rows.unsqueeze(1)) and found.stride()[::2] == strides
+    turns = Turns(turns.aliases)
+    for stride in (6, 9) * 4:
+        assert turns.of(memory.as_strided((1, 6), (stride, 1))).stride(0) == stride
+
+
+def test_a_turn_looks_at_its_aliases_no_more_once_they_keep_a_view(monkeypatch):
+    kept = Aliases(lambda rows: rows.unsqueeze(1))
+    turns, rows = Turns(kept), torch.zeros(4, 6)
+    found = [turns.of(rows) for _ in range(3)]
+    monkeypatch.setattr(Aliases, "of", None)
+    assert turns.of(rows) is found[2] is found[1]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("which", ["turns", "k", "v"])
+def test_what_is_known_of_a_step_holds_no_memory_and_nothing_lazy(which, calls):
+    turns, caches = Turns(Aliases(lambda rows: rows.unsqueeze(1))), Caches(Views(latent))
+    pair = [torch.zeros(2, 4, 6), torch.zeros(2, 4, 6)]
+    for _ in range(calls):
+        turns.of(pair[0]), caches.of(*pair), caches.of(pair[0])
+    at = 1 if which == "v" else 0
+    storage = StorageWeakRef(pair[at].untyped_storage())
+    del pair[at]
+    gc.collect()
+    assert storage.expired()
+    lazy = torch.complex(torch.arange(48.0), torch.arange(48.0) + 1).view(2, 4, 6).conj().imag
+    for _ in range(3):
+        assert torch.equal(turns.of(lazy), lazy.unsqueeze(1)) and torch.equal(caches.of(lazy).k.squeeze(2), lazy)
+
+
+def test_caches_of_a_kind_are_told_by_address_pages_and_strides():
+    memory, beside = torch.arange(192.0), torch.arange(192.0) + 500
+    made = []
+    caches = Caches(Views(lambda kv: made.append(kv) or latent(kv)))
+    turns = [((2, 4, 6), (24, 6, 1)), ((3, 4, 6), (24, 6, 1)), ((2, 4, 6), (48, 6, 1)), ((2, 4, 6), (24, 1, 4))]
+    for _ in range(3):
+        for shape, strides in turns:
+            k = memory.as_strided(shape, strides)
+            assert torch.equal(caches.of(k).k.squeeze(2), k) and caches.of(k).v is None
+            for of_v in (strides, (96, 6, 1)):
+                v = beside.as_strided(shape, of_v) if shape[0] == 2 else beside[96:].as_strided(shape, strides)
+                found = caches.of(k, v)
+                assert torch.equal(found.k.squeeze(2), k) and torch.equal(found.v, v)
+            other = memory.as_strided(shape, strides).clone()
+            assert caches.of(k, other).v.data_ptr() == other.data_ptr()
+
+
+def test_a_pool_that_grows_out_of_reach_is_refused_where_a_smaller_one_was_met():
+    caches, pool = Caches(Views(latent, Reach("toy", 2, None, None))), torch.zeros(4, 4, 6)
+    for _ in range(2):
+        assert len(caches.of(pool[:3]).k) == 3
+        with pytest.raises(UnsupportedError, match="the cache has 4 pages; toy can address 3"):
+            caches.of(pool)
+
+
+def test_the_number_of_turns_that_are_known_is_bounded(monkeypatch):
+    turns = Turns(Aliases(lambda rows: rows.unsqueeze(1)))
+    monkeypatch.setattr(Aliases, "MOST", 3)
+    for row in torch.zeros(8, 4):
+        for _ in range(3):
+            turns.of(row)
+            assert len(turns._met) <= 3
+
+
+def test_the_number_of_caches_that_are_known_is_bounded(monkeypatch):
+    monkeypatch.setattr(Views, "MOST", 3)
+    caches = Caches(Views(latent))
+    for layer in [torch.zeros(2, 4, 6) for _ in range(8)]:
+        assert caches.of(layer).k.data_ptr() == caches.of(layer).k.data_ptr() == layer.data_ptr()
+        assert len(caches._met) <= 3

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from portable.backends.adapter import Adapter
-from portable.backends.reach import Reach
-from portable.backends.views import View, Views, latent_parts
+from portable.backends.adapter import Adapter, Convention, Step
+from portable.backends.views import View, latent_parts, slot_indices
 from portable.kernel import KV, Segment
-from portable.layer import Layer, LayerTensors
+from portable.layer import Layer
 
 PIECE = 32  # tokens: below the 64 keys of a tile, so that rows are read one by one
 
@@ -18,31 +19,30 @@ PIECE = 32  # tokens: below the 64 keys of a tile, so that rows are read one by 
 class Pieces(Adapter):
     """MLA decode over pages of multiples of `PIECE` tokens: the block table is spread once a step."""
 
+    def __init__(self, convention: Convention) -> None:
+        super().__init__(convention)
+        self._slots = convention.names["block_table"]
+
     def rows(self, segment: Segment) -> Segment:
         """The segment over pieces of dense pages."""
-        return segment if segment.page_size == PIECE else spread(segment, segment.page_size)
+        return spread(segment, segment.page_size)
 
-    def views(self, reach: Reach | None, width: int) -> Views:
+    def prepare(self, segment: Segment, layer: Layer) -> Step:
+        """The adapter's step, whose table is of dense pages."""
+        step = super().prepare(segment, layer)
+        if step.calls:
+            step.indices = {segment.page_size // PIECE: step.calls[0][self._slots]}
+        return step
+
+    def views(self, width: int) -> Callable[[KV], View]:
         """Latent pages as values and keys, in pieces."""
-        if (reach, width) not in self._views:
-            self._views[reach, width] = Views(lambda kv: in_pieces(kv, width), reach)
-        return self._views[reach, width]
+        return partial(in_pieces, width=width)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: KV,
-        segment: Segment,
-        layer: Layer,
-        tensors: LayerTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """One layer of the step; over pages with gaps between them the table is spread anew."""
-        apart = segment.page_size if kv.k.is_contiguous() else tokens_apart(kv.k)
-        if apart != segment.page_size and segment.block_table is not None:
-            segment = replace(segment, prepared=self.prepare(spread(segment, apart), layer))
-        super().attend(q, kv, segment, layer, tensors, out, lse)
+    def _indices(self, step: Step, apart: int) -> torch.Tensor:
+        """The table over pages with gaps, anew in each call: in a graph each replay finds the table of its step."""
+        assert step.indices is not None
+        ((dense, table),) = step.indices.items()
+        return slot_indices(table, dense, apart)
 
 
 def spread(segment: Segment, apart: int) -> Segment:
@@ -74,7 +74,7 @@ def tokens_apart(pages: torch.Tensor) -> int:
 
 def in_pieces(kv: KV, width: int) -> View:
     """Latent pages as pieces of them: values, of their first `width` columns, and keys, of the others."""
-    pages, row = kv.k, kv.k.stride(1)
-    count = ((len(pages) - 1) * tokens_apart(pages) + pages.shape[1]) // PIECE
+    pages, row, apart = kv.k, kv.k.stride(1), tokens_apart(kv.k)
+    count = ((len(pages) - 1) * apart + pages.shape[1]) // PIECE
     pieces = pages.as_strided((count, PIECE, pages.shape[2]), (PIECE * row, row, 1))
-    return latent_parts(KV(pieces, None), width)
+    return latent_parts(KV(pieces, None), width)._replace(apart=apart // PIECE)

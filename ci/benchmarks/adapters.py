@@ -26,6 +26,7 @@ from portable.backends.adapter import Adapter, Step
 from portable.backends.convention import Convention
 from portable.backends.selftest import plain_layers
 from portable.backends.selftest_inputs import Inputs, Lens, inputs_of
+from portable.backends.turns import Turns
 from portable.backends.views import Aliases
 from portable.kernel import ATTENTION, Kernel, Op
 from portable.layer import Layer
@@ -82,12 +83,13 @@ class Elsewhere(Aliases):
         return super().of(tensor)
 
 
-def still_as(kept: Aliases | None, dense: torch.Tensor) -> Aliases | None:
+def still_as(kept: Turns | None, dense: torch.Tensor) -> Turns | None:
     """The same views, which are made but not given: instead, that of `dense` as memory into which nothing is copied."""
     if kept is None:
         return None
-    unchanged = still(kept.make(dense))
-    return Aliases(lambda other: (kept.make(other), unchanged)[1])
+    make = kept.aliases.make
+    unchanged = still(make(dense))
+    return Turns(Aliases(lambda other: (make(other), unchanged)[1]))
 
 
 def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, float]:
@@ -122,7 +124,9 @@ def measured(kernel: Kernel, adapter: Adapter, target: Target) -> dict[str, floa
         calls["out's copy"] = partial(out.copy_, rows)
     if "lse" in kernel.caps.features:
         calls |= {"out and lse": partial(call, still_lse), "lse's copy": partial(lse.copy_, logs)}
-    elsewhere: dict[str, Any] = {name: Elsewhere(each.make, dense=each.dense) for name, each in kept.items()}
+    elsewhere: dict[str, Any] = {
+        name: Turns(Elsewhere(each.aliases.make, dense=each.aliases.dense)) for name, each in kept.items()
+    }
     moved = replace(segment, prepared=replace(step, **elsewhere))
     call = partial(alone.run, inputs.q, inputs.kv, moved, layer, inputs.tensors, still_out)
     if kept:
