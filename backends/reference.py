@@ -245,6 +245,9 @@ def cache_gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, 
             if to is not None and part is not None:
                 to[rows] = part
         start += keys
+    for to in out:
+        if to is not None:
+            to[start:] = 0  # where host lengths are bounds
 
 
 def cache_copy(source: KV, target: KV, pages: torch.Tensor, layer: Layer) -> None:

@@ -72,6 +72,11 @@ def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: K
     _select(kv.k, slots, page_size, tensors.k_scale, layer, out.k)
     if kv.v is not None and out.v is not None:
         _select(kv.v, slots, page_size, tensors.v_scale, layer, out.v)
+    if not segment.exact:
+        beyond = torch.arange(len(slots), device=slots.device) >= segment.seq_lens.sum()
+        for part in out:
+            if part is not None:
+                part[beyond] = 0
 
 
 def _select(

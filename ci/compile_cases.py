@@ -13,6 +13,7 @@ import torch
 from portable.backends.triton import (
     cache,
     copy,
+    gather,
     merge,
     mla_decode,
     mla_decode_hopper,
@@ -149,8 +150,8 @@ def caching(layer: Layer) -> Case:
         v = meta(tokens, layer.qk_rope_head_dim) if mla else meta(tokens, layer.num_kv_heads, layer.v_head_dim)
         slots = meta(tokens, dtype=torch.int64)
         kernel(cache, Op.CACHE_WRITE).run(k, v, pages, slots, layer, tensors_of(layer))
-        gather = kernel(cache, Op.CACHE_GATHER)
-        gathered(segment(gather, layer, [1] * 8, [1000] * 8, 16), layer, tensors_of(layer), pages)
+        gathers = kernel(gather, Op.CACHE_GATHER)
+        gathered(segment(gathers, layer, [1] * 8, [1000] * 8, 16), layer, tensors_of(layer), pages)
         kernel(copy, Op.CACHE_COPY).run(pages, pages, meta(64, 2, dtype=torch.int64), layer)
 
     return Case(run)

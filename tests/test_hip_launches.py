@@ -47,6 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if tensor.device.type == "cpu" else -1)
+    monkeypatch.setattr(state_copy, "_tables", Tables(state_copy._tables.block))  # which know their device
     for kept in launch.Launches.every:
         monkeypatch.setattr(kept, "known", {})
     return launched
@@ -194,13 +195,14 @@ def test_a_launch_that_is_found_again_is_what_one_made_anew_would_be(
 def test_a_table_of_pools_is_found_by_the_same_tensors_in_the_same_places():
     tables = Tables(lambda unit: 64)
     pools = [torch.zeros(4, 8), torch.zeros(4, 8)]
-    table, unit = tables.of([pools])
+    table, unit, device, rows, address = tables.of([pools])
     assert tables.of([pools])[0] is table and unit == 16
+    assert (device, rows, address) == (-1, len(table), table.data_ptr())
     assert tables.of([[each.view(4, 8) for each in pools]])[0] is table  # other tensors like them
     assert tables.of([pools[:1], pools[1:]])[0][:, 3].tolist() == [0, 1]
     assert tables.of([pools[::-1]])[0].tolist() == table.flip(0).tolist()
     pools[1].data = torch.zeros(4, 8)  # which moved
-    moved, _ = tables.of([pools])
+    moved = tables.of([pools])[0]
     assert moved[:, 0].tolist() == [each.data_ptr() for each in pools]
     pools[1] = torch.zeros(4, 8)
     assert tables.of([pools])[0][:, 0].tolist() == [each.data_ptr() for each in pools]
@@ -214,6 +216,20 @@ def test_a_tensor_that_took_the_place_of_a_dead_one_is_no_pool_that_was_met():
         assert tables.of([[pool]])[0][:, 2].tolist() == [4 * width]
         del pool
         gc.collect()
+
+
+def test_a_set_of_pools_is_forgotten_with_any_of_them():
+    tables, pools = Tables(lambda unit: 64), [torch.zeros(4, 8) for _ in range(3)]
+    tables.of([pools])
+    tables.of([pools[:1], pools[1:]])
+    tables.of([pools[:2]])
+    assert len(tables._met) == 3
+    del pools[2]
+    gc.collect()
+    assert [*tables._met] == [tuple(map(id, pools))]
+    pools.clear()
+    gc.collect()
+    assert not tables._met
 
 
 @pytest.mark.parametrize("strides", [(16, 1), (4, 1), (8, 2)])

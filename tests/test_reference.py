@@ -12,7 +12,7 @@ from dense import dense_attention, dense_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portable.backends import reference
+from portable.backends import reference, torch_mla
 from portable.backends.reference import attend
 from portable.conformance import cells
 from portable.conformance.inputs import gathered, segment
@@ -23,6 +23,7 @@ from portable.platform.detect import describe
 INF = math.inf
 BY_OP = {kernel.caps.op: kernel for kernel in reference.KERNELS}
 NONE = LayerTensors()
+GATHERS = [kernel for kernel in (*reference.KERNELS, *torch_mla.KERNELS) if kernel.caps.op is Op.CACHE_GATHER]
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 sides = st.none() | st.integers(0, 6)
 
@@ -262,6 +263,20 @@ def test_the_same_bytes_mean_what_the_type_of_the_cache_says(dtype, values):
     k, v = gathered(made, layer, LayerTensors(k_scale=torch.tensor(0.5), v_scale=torch.tensor([3.0])), pages)
     close(k.flatten(), [x * 0.5 for x in values])
     close(v.flatten(), [x * 3 for x in values])
+
+
+@pytest.mark.parametrize("kernel", GATHERS, ids=lambda kernel: kernel.name)
+def test_rows_beyond_the_last_key_of_a_gather_are_0_where_host_lengths_are_bounds(kernel):
+    layer = Layer.gqa(num_heads=1, head_dim=2, dtype=torch.float32)
+    pages = torch.arange(1.0, 17).view(4, 2, 1, 2)
+    made = segment(kernel, [(1, 3), (1, 1)], layer, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), page_size=2)
+    made = replace(made, host_seq_lens=np.array([4, 3], np.int32), exact=False, prepared=None)
+    if kernel.prepare is not None:
+        made = replace(made, prepared=kernel.prepare(made, layer))
+    out = KV(*(torch.full((7, 1, 2), math.nan) for _ in range(2)))
+    kernel.run(KV(pages, -pages), made, layer, NONE, out)
+    want = torch.cat([pages.view(8, 1, 2)[[0, 1, 2, 4]], torch.zeros(3, 1, 2)])
+    assert torch.equal(out.k, want) and torch.equal(out.v, -want)
 
 
 def test_a_scale_of_a_quarter_in_one_flavour_is_a_half_in_the_other():

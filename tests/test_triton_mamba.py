@@ -140,7 +140,7 @@ def test_words_are_as_wide_as_every_pool_allows():
     even, odd = torch.zeros(4, 2048), torch.zeros(4, 3, dtype=torch.bfloat16)
     assert state_copy._tables.of([[even]])[1] == 16
     assert state_copy._tables.of([[even], [odd]])[1] == 2
-    rows, _ = state_copy._tables.of([[], [even]])
+    rows, *_ = state_copy._tables.of([[], [even]])
     assert rows.tolist() == [[even.data_ptr(), 8192, 8192, 1]]
 
 

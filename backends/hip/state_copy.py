@@ -32,15 +32,14 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     """
     if not any(pools) or not copies.numel():
         return
-    table, unit = _tables.of(pools)
-    key = table.get_device(), unit
-    launch = _prepared.known.get(key)
+    table, unit, device, blocks, address = _tables.of(pools)
+    launch = _prepared.known.get((device, unit))
     if launch is None:
         every = [pool for group in pools for pool in group]
         launch = _function(unit).prepare((table, copies, cu_copies), (), reached=every)
-        if table.is_cuda:
-            _prepared.keep(key, launch)
-    launch(table.numel() // 4, table.data_ptr(), copies.data_ptr(), cu_copies.data_ptr())
+        if device >= 0:
+            _prepared.keep((device, unit), launch)
+    launch(blocks, address, copies.data_ptr(), cu_copies.data_ptr())
 
 
 KERNELS = (

@@ -16,6 +16,7 @@ FILES = (
     "mla_decode",
     "merge",
     "cache",
+    "gather",
     "copy",
     "conv1d",
     "ssd",

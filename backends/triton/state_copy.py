@@ -67,9 +67,8 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     """
     if not any(pools) or not copies.numel():
         return
-    table, unit = _tables.of(pools)
-    blocks = table.shape[0]
-    if table.get_device() >= 0:
+    table, unit, device, blocks, _ = _tables.of(pools)
+    if device >= 0:
         _kernel(unit)((blocks,), table, copies, cu_copies)
     else:
         with reached([pool for group in pools for pool in group]):

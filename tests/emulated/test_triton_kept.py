@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from portable.backends import reference
-from portable.backends.triton import cache, copy, merge
+from portable.backends.triton import cache, copy, gather, merge
 from portable.conformance.inputs import gathered
 from portable.kernel import KV, Op, Segment
 from portable.layer import Layer, LayerTensors
@@ -119,7 +119,7 @@ def test_gathers():
         pool = KV(pages(count, how, dtype, 2), pages(count, how, dtype, 3))
         table = torch.arange(len(lens) * (5 if wide else 2), dtype=torch.int32).view(len(lens), -1) % count
         segment = of_lens(lens, table)
-        segment = replace(segment, prepared=cache.prepare_gather(segment, layer))
+        segment = replace(segment, prepared=gather.prepare_gather(segment, layer))
         got = gathered(segment, layer, tensors_of(scale), pool)
         want = gathered(replace(segment, kernel=ORACLE), layer, tensors_of(scale), pool)
         assert torch.equal(got.k, want.k) and torch.equal(got.v, want.v), (count, how, dtype, scale, lens, wide)
@@ -128,7 +128,7 @@ def test_gathers():
 def of_lens(lens: tuple[int, ...], table: torch.Tensor) -> Segment:
     host = np.array(lens, np.int32)
     return Segment(
-        kernel=cache.KERNELS[1],
+        kernel=gather.KERNELS[0],
         requests=slice(0, len(lens)),
         tokens=slice(0, len(lens)),
         cu_seqlens_q=torch.arange(len(lens) + 1, dtype=torch.int32),
