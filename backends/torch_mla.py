@@ -55,7 +55,8 @@ def prepare_gather(segment: Segment, layer: Layer) -> torch.Tensor:
     row = torch.searchsorted(cu[1:].contiguous(), key, right=True).clamp(max=max(0, len(lens) - 1))
     position = (key - cu[row]).clamp(min=0)
     page = (position // segment.page_size).clamp(max=max(0, table.shape[1] - 1))
-    return table[row, page].long() * segment.page_size + position % segment.page_size
+    slot = table[row, page].long() * segment.page_size + position % segment.page_size
+    return slot if segment.exact else torch.where(key < cu[-1], slot, 0)  # the table may hold anything behind the keys
 
 
 def gather(kv: KV, segment: Segment, layer: Layer, tensors: LayerTensors, out: KV) -> None:

@@ -75,6 +75,7 @@ _H200 = (
     _mla((1, 16), SINGLE, (1, 2), (32769, None), HOPPER, pages=LARGE),
     _mla((1, 16), SINGLE, (1, 8), (32769, None), FA, HOPPER),
     _mla((1, 16), SINGLE, (1, 8), ANY, HOPPER),
+    _mla((1, 16), SINGLE, (9, 32), (23171, None), FA, MLA, HOPPER),
     _mla((1, 16), SINGLE, (9, 32), (8193, None), FA, HOPPER),
     _mla((1, 16), SINGLE, (1, 128), (1, 2048), HOPPER),
     _mla((1, 16), SINGLE, (9, 32), ANY, HOPPER),
@@ -119,6 +120,7 @@ _H200 = (
     _mla((65, None), SINGLE, (33, None), (1, 2048), MLA, FA, HOPPER),
     _mla((65, None), SINGLE, (33, 128), (1, 8192), MLA, FA, HOPPER),
     _mla((65, None), SINGLE, (129, None), (8193, None), MLA, FA, HOPPER),
+    _mla((65, None), SINGLE, (91, 128), (16385, None), MLA, FA, HOPPER),
     _mla((65, None), DRAFTS, (1, 4), (1, 8192), HOPPER),
     _mla((65, None), DRAFTS, (33, None), (32769, None), MLA, FA, HOPPER),
     # all others

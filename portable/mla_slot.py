@@ -230,7 +230,8 @@ class MlaSlot:
         elif logs is not None:
             out.zero_()
             logs.fill_(-torch.inf)
-        latents = q.new_empty(max((chunk.num_keys for chunk in prefill.context), default=0), self.layer.latent_dim)
+        if prefill.context:  # 3 us of a CPU less where there is none
+            latents = q.new_empty(max(chunk.num_keys for chunk in prefill.context), self.layer.latent_dim)
         for chunk in prefill.context:
             assert pages is not None and logs is not None
             first, of = prefill.tokens.start, chunk.attend.tokens

@@ -31,13 +31,9 @@ BEHIND_BARE_CALLS = {
         "H128 b128 32768": 1.068,
     },
     "H200": {
-        "H16 b128 32768": 1.036,
-        "H128 b1 8192": 1.046,
-        "H128 b16 1024": 1.053,
-        "H128 b16 8192": 1.033,
-        "H128 b16 32768": 1.037,
-        "H128 b128 8192": 1.057,
-        "H128 b128 32768": 1.068,
+        "H128 b1 8192": 1.039,
+        "H128 b16 1024": 1.051,
+        "H128 b128 8192": 1.036,
     },
 }
 
@@ -121,7 +117,7 @@ def test_on_an_h200_decodes_take_at_most_6_percent_more_than_flash_attention_3()
                 assert ours > 1.06 * fa3, name
             elif ours > 1.03 * fa3:
                 slower[name] = round(ours / fa3, 2)
-    assert len(slower) == 10 and max(slower.values()) <= 1.06 and all(name.endswith("page 16") for name in slower)
+    assert len(slower) == 8 and max(slower.values()) <= 1.06 and all(name.endswith("page 16") for name in slower)
 
 
 def test_no_decode_takes_more_than_3_percent_more_than_flash_attention_3():

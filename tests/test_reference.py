@@ -269,7 +269,7 @@ def test_the_same_bytes_mean_what_the_type_of_the_cache_says(dtype, values):
 def test_rows_beyond_the_last_key_of_a_gather_are_0_where_host_lengths_are_bounds(kernel):
     layer = Layer.gqa(num_heads=1, head_dim=2, dtype=torch.float32)
     pages = torch.arange(1.0, 17).view(4, 2, 1, 2)
-    made = segment(kernel, [(1, 3), (1, 1)], layer, torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), page_size=2)
+    made = segment(kernel, [(1, 3), (1, 1)], layer, torch.tensor([[0, 1], [2, -1]], dtype=torch.int32), page_size=2)
     made = replace(made, host_seq_lens=np.array([4, 3], np.int32), exact=False, prepared=None)
     if kernel.prepare is not None:
         made = replace(made, prepared=kernel.prepare(made, layer))

@@ -78,7 +78,7 @@ class MlaCall(Call):
         lse: torch.Tensor | None,
     ) -> None:
         if layer.num_heads in HEADS:
-            Call.attend(self, q, kv, segment, layer, tensors, out, lse)
+            super().attend(q, kv, segment, layer, tensors, out, lse)
             return
         tokens, heads, width = out.shape
         wide = padded(heads)
