@@ -166,7 +166,8 @@ def test_on_an_h200_a_small_kernel_is_in_cpp_where_that_is_as_fast_in_a_graph():
         layer, needs = Layer.gqa(num_heads=32, head_dim=128), Needs(page_size=None if op is Op.MERGE else 16)
         packages = ALWAYS | {"nvrtc": "13"}
         found = select(op, describe("sm90", "H200"), layer, needs, None, packages, load_kernels()).kernel.name
-        assert found == names[not as_fast] and record["host"][names[0]] < 0.5 * record["host"][names[1]]
+        assert found == names[not as_fast]
+        assert record["host"][names[0]] < min(6, 0.5 * record["host_launcher"][names[1]])
 
 
 @pytest.mark.parametrize("op", SMALL)
