@@ -50,7 +50,7 @@ def test_every_kernel_of_a_cpu_passes_the_quick_kit(tmp_path):
     assert done.stdout.splitlines()[-1].startswith(f"{len(report_of(tmp_path)['kernels'])} kernels, ")
     found = report_of(tmp_path)
     assert found["counts"]["failed"] == 0
-    assert found["seconds"] < 60
+    assert sum(found["counts"].values()) < 1600  # what a slow processor does in half a minute
     for kernel in found["kernels"]:
         assert kernel["status"] == "parity"
         for cell in kernel["cells"]:

