@@ -1,8 +1,8 @@
 """One workload's contestants, timed in turns: graph replay, medians, outputs poisoned and checked before and after.
 
 Turns, because a card's clock, power and temperature drift: short rounds in which each is timed, in alternating order,
-keep the drift out of the ratios. In three rounds of 13 ms an H200 was slower to those among neighbours that heat it:
-7% for one operator, called by an adapter and bare.
+keep the drift out of the ratios. In three rounds of 13 ms an H200 was slower to those behind busier neighbours: 7% for
+one operator, called by an adapter and bare.
 """
 
 from __future__ import annotations
