@@ -1,10 +1,12 @@
 """Some cells of the contract of each kernel, for a checker of memory to look at:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python ci/memcheck.py [CELLS [KERNEL...]]
+    compute-sanitizer --tool racecheck python ci/memcheck.py 3 hip.
 
 KERNEL is a beginning of names (default: triton. and hip.). Without torch's caching each tensor is an allocation of its
-own, so an access past one is seen; results are checked too. Compiled kernels are taken from the cache of an earlier run
-(`ci/prove.py`): under a sanitizer, compiling takes most of the time.
+own, so an access past one is seen; results are checked too. No vendor's kernel is tested before: racecheck spent a
+minute in cuDNN's. Compiled kernels are taken from the cache of an earlier run (`ci/prove.py`): under a sanitizer,
+compiling takes most of the time.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import contract_cells  # noqa: E402 - it imports portable
 
-from portable import available_kernels, detect  # noqa: E402 - the checkout's, whatever is installed
+from portable import detect  # noqa: E402 - the checkout's, whatever is installed
+from portable.attention import load_kernels  # noqa: E402
 from portable.conformance import cells  # noqa: E402
+from portable.packages import installed  # noqa: E402
+from portable.select import why_not_here  # noqa: E402
 
 
 def main(most: int, names: tuple[str, ...]) -> int:
     target = detect()
-    kernels = [kernel for kernel in available_kernels() if kernel.name.startswith(names)]
+    packages = installed(target, None)
+    asked = [kernel for kernel in load_kernels() if kernel.name.startswith(names)]
+    kernels = [kernel for kernel in asked if not why_not_here(kernel, target, packages)]
     if not kernels:
         print(f"no kernel of this machine begins with {' or '.join(names)}: {target}", file=sys.stderr)
         return 2
