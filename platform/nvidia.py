@@ -67,8 +67,6 @@ PRODUCTS: Mapping[str, Product] = {
         _product("H100 PCIe", "sm90", 114, 80),
         _product("H100 NVL", "sm90", 132, 94),
         _product("H200", "sm90", 132, 141, "H200( NVL| SXM5?)?"),
-        _product("H800", "sm90", None, None, "H800( PCIe| NVL| SXM5?| .*HBM3)?"),
-        _product("H20", "sm90", 78, None, "H20([- ].*)?"),
         _product("GH200", "sm90", 132, None, r"GH200( .*)?"),
         _product("B200", "sm100", 148, 180),
         _product("GB200", "sm100", None, None),
@@ -77,11 +75,7 @@ PRODUCTS: Mapping[str, Product] = {
     )
 }
 
-# of prompts, torch's flash attention, which many run, goes before kernels that were not timed beside it on the card
-ORDER: Mapping[str, tuple[str, ...]] = order(
-    *("flash_attn", "flash_mla", "triton", "hip", "torch"),
-    prefill=("flash_attn", "torch.flash", "triton", "hip", "torch"),
-)
+ORDER: Mapping[str, tuple[str, ...]] = order("flash_attn", "flash_mla", "triton", "hip", "torch")
 MEASURED = nvidia_measured.MEASURED
 
 

@@ -15,7 +15,6 @@ from portable.platform.target import ANY, Fastest, Range
 
 FA, MLA, HOPPER, TRITON = "flash_attn", "flash_mla", "triton.mla_decode_hopper", "triton.mla_decode"
 SINGLE, DRAFTS = (1, 1), (2, 8)
-GH100 = ("H100", "H100 PCIe", "H100 NVL", "H200", "GH200", "H800", "H20")  # one die, more or less of it
 LARGE = (64, None)  # pages, below which a copy by TMA holds fewer rows
 
 
@@ -70,9 +69,6 @@ _H100 = (  # and whatever else is an sm90
     # 49 rows of decodes and verifications, heads of 64 and 128: 0.35 (sinks and a window) to 1.03 of the time of vLLM's
     # FA3, all on an H100
     Fastest("paged", ("sm90",), ("triton",), query_len=(1, 8), qk_head_dim=(64, 128)),
-    # 3 rows of prompts on an H100 and an H200: 0.41 to 0.47 of the time of torch's flash attention, and 0.87 to 1.01 of
-    # FA3's, which goes first for all that was not timed
-    Fastest("prefill", ("sm90",), (FA, "triton"), products=GH100),
 )
 
 _H200 = (

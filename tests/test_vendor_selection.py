@@ -15,7 +15,6 @@ from portable import cli
 from portable.attention import load_kernels
 from portable.kernel import Needs, Op
 from portable.layer import Layer
-from portable.platform import nvidia
 from portable.select import select
 
 PLAIN = Layer.gqa(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -125,9 +124,9 @@ def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
         ("sm90", PREFILL, FA3, "flash_attn_3.varlen"),
         ("sm90", PREFILL, VLLM, "vllm_flash_attn_3.varlen"),
         ("sm90", PREFILL, FA3 | FA2, "flash_attn_3.varlen"),
-        ("sm90", PREFILL, {}, "torch.flash"),
-        ("sm90", MLA_PREFILL, {}, "torch.flash"),
-        ("sm90", with_layer(PREFILL, softcap=30.0), {}, "triton.prefill"),  # which torch's has not
+        # On an H100 torch's own flash attention takes 2.1 to 2.4 times the time of Triton's kernel for Hopper, and 1.4
+        # to 1.7 times that of the portable one (ci/results/attention-sm90.json, P1), so it comes behind both.
+        ("sm90", PREFILL, {}, "triton.prefill_hopper"),
         # by what was measured: Triton is nowhere more than 3 % behind FA3, and far ahead for few requests and sinks
         ("sm90", DECODE, FA3, "triton.paged"),
         ("sm90", DECODE, VLLM, "triton.paged"),
@@ -144,8 +143,7 @@ def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
         ("sm100", PREFILL, FA4, "flash_attn_4.varlen"),
         ("sm100", DECODE, FA4, "flash_attn_4.paged"),
         ("sm100", with_needs(DECODE, page_size=128), FA4, "triton.paged"),  # pages whose tail must be finite
-        ("sm100", PREFILL, FA3, "torch.flash"),
-        ("sm80", PREFILL, {}, "torch.flash"),
+        ("sm100", PREFILL, FA3, "triton.prefill"),
         ("sm80", PREFILL, FA2, "flash_attn.varlen"),
         ("sm80", with_needs(DECODE, page_size=256), FA2, "flash_attn.kvcache"),
         ("sm80", DECODE, FA2, "triton.paged"),
@@ -154,27 +152,6 @@ def test_amd_falls_back_in_the_order_of_its_vendor_file(arch: str) -> None:
 )
 def test_nvidia(arch: str, asked: Asked, packages: dict[str, str], first: str) -> None:
     assert able(arch, asked, packages)[0] == first
-
-
-@pytest.mark.parametrize("product", [name for name, each in nvidia.PRODUCTS.items() if each.arch == "sm90"])
-@pytest.mark.parametrize(
-    ("asked", "packages", "first"),
-    [
-        (PREFILL, FA3, "flash_attn_3.varlen"),
-        (PREFILL, {}, "triton.prefill_hopper"),
-        (MLA_PREFILL, FA3, "flash_attn_3.varlen_192_128"),
-        (MLA_PREFILL, {}, "triton.prefill_hopper"),
-        (with_needs(PREFILL, query_len=16), {}, "triton.prefill"),
-    ],
-)
-def test_a_hopper_card_is_told_from_its_architecture(
-    product: str, asked: Asked, packages: dict[str, str], first: str
-) -> None:
-    """By what was measured: torch's flash takes 2.1 to 2.4 times the time of Triton's kernel for Hopper."""
-    op, layer, needs = asked
-    target, here = portable.describe("sm90", product), ALWAYS | packages
-    choice = select(op, target, layer, needs, None, here, load_kernels())
-    assert choice.kernel.name == first and choice.how == "automatic, as measured on sm90"
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
@@ -205,8 +182,7 @@ def test_a_cpu_has_torch() -> None:
         ("--arch gfx950", {}, {"prefill": "triton", "paged decode": "triton", "cache_write": "triton"}),
         ("--arch sm90", FA3, {"prefill": "flash_attn", "paged decode": "triton", "paged extend": "flash_attn"}),
         ("--arch sm90 --mla --page-size 64", FA3, {"mla_decode decode": "triton", "prefill": "flash_attn"}),
-        ("--arch sm90", {}, {"prefill": "torch", "paged decode": "triton"}),
-        ("--arch sm90 --product H100", {}, {"prefill": "triton", "paged decode": "triton"}),
+        ("--arch sm90", {}, {"prefill": "triton", "paged decode": "triton"}),
         ("--arch sm90 --without triton", {}, {"prefill": "torch"}),
         ("--arch sm100", FA4, {"prefill": "flash_attn", "paged decode": "flash_attn"}),
         ("--arch x86_64", AITER, {"prefill": "torch", "paged decode": "torch"}),
