@@ -178,12 +178,14 @@ def read_torch() -> tuple[Card, ...]:
         facts = torch.cuda.get_device_properties(index)
         # HIP counts work-group processors, of two compute units each, where a wave has 32 lanes
         units_each = 2 if torch.version.hip and facts.warp_size == 32 else 1
+        name, mig, _ = facts.name.partition(" MIG ")  # of a slice: "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
         cards.append(
             Card(
                 arch=facts.gcnArchName if torch.version.hip else sm_name(facts.major, facts.minor),
-                name=facts.name,
+                name=name,
                 memory=facts.total_memory,
                 compute_units=facts.multi_processor_count * units_each,
+                partition="MIG" if mig else None,
             )
         )
     return tuple(cards)

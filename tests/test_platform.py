@@ -253,6 +253,22 @@ def test_a_slice_of_a_gpu_has_no_size():
         assert target.compute_units is None and target.memory is None
 
 
+def test_a_slice_is_its_product_whether_or_not_torch_has_opened_it(monkeypatch):
+    """torch adds the slice to the name, which NVML leaves to the slice's own handle."""
+    name = "NVIDIA H200 MIG 1g.18gb"
+    facts = types.SimpleNamespace(major=9, minor=0, warp_size=32, name=name, total_memory=16 << 30)
+    facts.multi_processor_count = 16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    whole = Card(arch="sm90", name="NVIDIA H200", uuid="GPU-1", partition="MIG")
+    for current in (None, 0):
+        there = replace(machine("cuda", nvml=[whole], torch_cards=read_torch), current=lambda c=current: c)
+        target = detect(machine=there)
+        assert (target.product, target.name, target.partition) == ("H200", "NVIDIA H200", "MIG")
+        assert target.compute_units == (None if current is None else 16)
+
+
 def test_what_the_driver_counts_wins_over_the_table():
     assert detect(machine=machine("cuda", nvml=[replace(H100, compute_units=78)])).compute_units == 78
 
