@@ -53,3 +53,14 @@ def test_spills_on_rdna_are_refused_but_for_those_that_are_named(monkeypatch):
     assert faults({"rows": {f"{known} | gfx1100": row}}) == []
     for key in (f"{known} | gfx942", "prefill d128 | attention | gfx1201", "tables | _csr | gfx1100"):
         assert faults({"rows": {key: row}}) == [f"{key}: 3 vector registers are spilled, 16 bytes of scratch a lane"]
+
+
+def test_mlas_kernels_may_spill_nowhere(monkeypatch):
+    monkeypatch.syspath_prepend(CI)
+    from compile_matrix import faults
+
+    row = {"shared": 0, "stack": 8, "matrix": {}, "loads_16": 1}
+    for key in ("mla decode 128 heads | attend_mla_kernel | sm90", "hopper prefill 192/128 | attend_kernel | sm90"):
+        assert faults({"rows": {key: row}}) == [f"{key}: 8 bytes of registers are spilled a lane"]
+        assert faults({"rows": {key: {**row, "stack": 0}}}) == []
+    assert faults({"rows": {"prefill d256 softcap | attention | sm90": row}}) == []

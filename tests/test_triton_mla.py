@@ -139,6 +139,21 @@ def test_rdna_spills_nothing(arch, name, monkeypatch):
         assert faults(facts(made, arch), arch, function, products=False) == []
 
 
+def test_tiles_by_what_assembles_them(monkeypatch):
+    """ptxas of CUDA 13 spills with 64 rows and 64 keys of 16 bits on an sm90; what spills nothing takes their place."""
+
+    def tile(arch, heads, queries, **layer):
+        made = mla_decode_tiles.tile_of(portable.describe(arch), Layer.mla(num_heads=heads, **layer), queries)
+        return made.block_m, made.block_n, made.num_stages
+
+    for tight, one, more in ((False, (64, 64, 2), (64, 64, 2)), (True, (64, 32, 3), (32, 64, 3))):
+        monkeypatch.setattr(mla_decode_tiles, "TIGHT", tight)
+        assert (tile("sm90", 128, 1), tile("sm90", 16, 4)) == (one, more)
+        assert tile("sm90", 128, 1, kv_dtype=torch.float8_e4m3fn) == (64, 64, 3)
+        assert tile("sm90", 16, 1) == (16, 64, 3) and tile("sm80", 128, 1)[0] == 64
+        assert tile("sm90", 128, 1, kv_lora_rank=128, qk_rope_head_dim=64) == (64, 64, 2)
+
+
 def test_where_it_is_offered():
     needs = Needs(page_size=64, query_len=8, seq_len=4096, lse=True)
     for heads in (1, 16, 128):

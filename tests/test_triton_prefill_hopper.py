@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,10 +276,18 @@ def test_where_it_is_offered():
 
 @pytest.mark.parametrize(
     ("width", "v_width", "page", "left"),
-    [(128, 128, None, False), (128, 128, 16, True), (256, 256, 64, False), (192, 128, None, False)],
+    [
+        (128, 128, None, False),
+        (128, 128, 16, True),
+        (256, 256, 64, False),
+        (192, 128, None, False),
+        (192, 128, 64, False),
+    ],
 )
-def test_what_is_compiled(width, v_width, page, left):
+def test_what_is_compiled(width, v_width, page, left, monkeypatch):
     """Asynchronous products, copies by TMA, registers moved to those who multiply; no product waits for the next."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "ci"))
+    from compile_facts import facts
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -304,6 +313,7 @@ def test_what_is_compiled(width, v_width, page, left):
     source = GluonASTSource(kernel, signature, constants, {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
     assert made.metadata.shared <= describe("sm90").shared_memory
+    assert facts(made, "sm90")["stack"] <= {128: 104, 192: 0, 256: 120}[width]  # bytes of registers that are spilled
     ptx = made.asm["ptx"]
     for instruction in ("wgmma.mma_async", "setmaxnreg.inc", "setmaxnreg.dec", "cp.async.bulk.tensor"):
         assert instruction in ptx

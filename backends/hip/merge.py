@@ -39,7 +39,8 @@ def merge(
         merge(outs[:MOST_PARTS], lses[:MOST_PARTS], None, some, log)
         merge((some, *outs[MOST_PARTS:]), (log, *lses[MOST_PARTS:]), sinks, out, lse)
         return
-    sinks = floats(sinks)
+    if sinks is not None:
+        sinks = floats(sinks)
     # where all is dense, the shape says it, in a third of the time that strides take
     key: tuple[Any, ...] = count, lse is None, out.get_device(), out.dtype, out.shape
     dense = out.is_contiguous() and (lse is None or lse.is_contiguous())

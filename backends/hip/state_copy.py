@@ -30,9 +30,11 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     Raises:
         ValueError: a slot of a pool has gaps inside.
     """
-    if not any(pools) or not copies.numel():
+    if not copies.numel():
         return
     table, unit, device, blocks, address = _tables.of(pools)
+    if not blocks:
+        return
     launch = _prepared.known.get((device, unit))
     if launch is None:
         every = [pool for group in pools for pool in group]

@@ -22,6 +22,18 @@ def _columns(at, columns, WIDTH: tl.constexpr, PAD: tl.constexpr):
     return tl.load(where) if WIDTH == PAD else tl.load(where, mask=columns[None, :] < WIDTH, other=0)
 
 
+@triton.jit
+def _pairs(tile, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Query token and head of each row of a tile."""
+    if ROWS > HEADS and BLOCK_M % HEADS == 0:  # a lane's rows are then one number and constants, and one register
+        row = tl.arange(0, BLOCK_M)
+        token, head = tile * (BLOCK_M // HEADS) + row // HEADS, row % HEADS
+    else:
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        token, head = row // HEADS, row % HEADS
+    return token, head
+
+
 @triton.jit(
     do_not_specialize=["lse_head", "lse_token", "table_row"],  # they vary from step to step
     do_not_specialize_on_alignment=["lse", "causal", "table"],
@@ -80,8 +92,7 @@ def attend_mla_kernel(
     if (item >= there) | (num_queries == 0):
         return
 
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head = row // HEADS, row % HEADS
+    token, head = _pairs(tile, HEADS, ROWS, BLOCK_M)
     live = token < num_queries
     row_high = tl.zeros([BLOCK_M], tl.int32) + high
     if CAUSAL is None:
@@ -134,6 +145,11 @@ def attend_mla_kernel(
         page = load_pages(table, key + BLOCK_N, low, high, False, PAGE, BLOCK_N)
 
     total = joined(total, PIECES)
+    if ROWS > HEADS or BLOCK_M == 64 or FP8 is not None:  # read again: to keep them, an sm90 spilled 4 to 40 bytes
+        token, head = _pairs(tl.load(items + item * 8 + 4, volatile=True), HEADS, ROWS, BLOCK_M)
+        live = token < num_queries
+        first_token = tl.load(items + item * 8, volatile=True)
+        slot = tl.load(items + item * 8 + 7, volatile=True)
     seen = row_high > low
     if k_scale is not None:
         total *= tl.load(k_scale)

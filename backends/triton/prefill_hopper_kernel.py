@@ -4,7 +4,9 @@ A producer warp fetches queries, keys and values by TMA into rings of shared mem
 64 query rows each and share the keys and values. While the tensor cores multiply a group's scores of one block and its
 weights of the block before, the other group is in its softmax, and each group's own softmax of this block overlaps its
 product of the block before: the weights are kept in float32 until the next block's products start, which costs no
-registers (they are where the scores were) and no repacking.
+registers (they are where the scores were) and no repacking. Heads with a rest (192/128) have no room for that, and
+spilled 248 bytes: there they wait as pairs in 32 bits, and the sums are shrunk behind the start of the next scores,
+which took 0.85 to 1.00 of the time on an H200; heads of 128 would take 1.00 to 1.05.
 
 Barriers: `ready` counts the bytes of a copy, `free` the groups that no longer read a place. A wait names the parity of
 the phase that it waits for; "the phase before the first" passes at once, so the producer's first round never waits.
@@ -76,10 +78,34 @@ def _scores(q, k_rings, stage, BLOCK_N: gl.constexpr, REST: gl.constexpr, SCORES
 
 
 @gluon.jit
+def _pack(weights, dtype: gl.constexpr):
+    """Weights in the type of the values, two in 32 bits."""
+    even, odd = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
+    NAME: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpack(pairs, dtype: gl.constexpr):
+    even = pairs.to(gl.uint16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.uint16).to(dtype, bitcast=True)
+    return gl.join(even, odd).reshape([ROWS, pairs.shape[1] * 2])
+
+
+@gluon.jit
 def _product(weights, values, acc, SUMS: gl.constexpr):
-    """acc plus the weights of a block times its values, begun."""
+    """acc plus the weights of a block, as numbers or as pairs, times its values, begun."""
+    if weights.dtype == gl.uint32:
+        weights = _unpack(weights, values.dtype)
     p = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(p, values, acc, is_async=True)
+
+
+@gluon.jit
+def _shrunk(acc, shrink, SUMS: gl.constexpr):
+    return acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
 
 
 @gluon.jit
@@ -92,13 +118,15 @@ def _sweep(
     _, k_rings, v_ring = rings
     _, k_ready, v_ready = ready
     _, k_free, v_free = free
-    weights, acc, most, total = state
+    weights, shrink, acc, most, total = state
     for block in range(begin, end):
         k_stage, v_stage = (place + block) % STAGES, (place + block - 1) % STAGES
         v_parity = ((place + block - 1) // STAGES) & 1
         mbarrier.wait(k_ready.index(k_stage), ((place + block) // STAGES) & 1)
         s = _scores(q, k_rings, k_stage, BLOCK_N, REST, SCORES)
         mbarrier.wait(v_ready.index(v_stage), v_parity)
+        if REST:
+            acc = _shrunk(acc, shrink, SUMS)
         acc = _product(weights, v_ring.index(v_stage), acc, SUMS)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_free.index(k_stage), count=1)
@@ -107,8 +135,11 @@ def _sweep(
         mbarrier.wait(v_ready.index(v_stage), v_parity)
         acc, total = warpgroup_mma_wait(0, deps=[acc, total])
         mbarrier.arrive(v_free.index(v_stage), count=1)
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return weights, acc, most, total
+        if REST:
+            weights = _pack(weights, v_ring.dtype)
+        else:
+            acc = _shrunk(acc, shrink, SUMS)
+    return weights, shrink, acc, most, total
 
 
 @gluon.jit
@@ -152,7 +183,9 @@ def _consume(
         mbarrier.wait(k_ready.index(stage), parity)
         s = warpgroup_mma_wait(0, deps=[_scores(q, k_rings, stage, BLOCK_N, REST, SCORES)])
         mbarrier.arrive(k_free.index(stage), count=1)
-        weights, most, total, _ = _softmax(s, most, total, last, low, high, scale, BLOCK_N, True, LEFT)
+        weights, most, total, shrink = _softmax(s, most, total, last, low, high, scale, BLOCK_N, True, LEFT)
+        if REST:
+            weights = _pack(weights, v_ring.dtype)
         if (last + 1) * BLOCK_N > length:  # what is behind the request may be NaN, and 0 times NaN is NaN
             mbarrier.wait(v_ready.index(stage), parity)
             for piece in gl.static_range(BLOCK_N // 32):
@@ -161,7 +194,7 @@ def _consume(
                 zeros = gl.zeros([32, V_WIDTH], v_ring.dtype, LINES)
                 values.store(gl.where((key < length)[:, None], values.load(LINES), zeros))
             fence_async_shared()
-        state = (weights, acc, most, total)
+        state = (weights, shrink, acc, most, total)
         state = _sweep(
             1, right_edge, place, last, state, q, rings, ready, free, low, high, scale,
             BLOCK_N, REST, STAGES, True, LEFT, SCORES, SUMS,
@@ -175,7 +208,9 @@ def _consume(
                 left_edge, blocks, place, last, state, q, rings, ready, free, low, high, scale,
                 BLOCK_N, REST, STAGES, True, LEFT, SCORES, SUMS,
             )  # fmt: skip
-        weights, acc, most, total = state
+        weights, shrink, acc, most, total = state
+        if REST:
+            acc = _shrunk(acc, shrink, SUMS)
         # here and not before the sweeps, which would carry it: 2 to 4 % of a prompt on an H200
         item = load_item(items, i + 1, num_items, causal, left, right, HEADS, BLOCK_N, CAUSAL, LEFT, LISTED)
         mbarrier.arrive(q_free.index(GROUP), count=1)
@@ -204,7 +239,7 @@ def _consume(
                 logsum = gl.where(empty, float("-inf"), logsum)
             at = lse + head.to(gl.int64) * lse_head + (q_row + row).to(gl.int64) * lse_token
             gl.store(at, logsum, mask=row < rows)
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+        acc = _shrunk(acc, factor, SUMS)
         result = gl.convert_layout(acc.to(v_ring.dtype), LINES)
         column = gl.arange(0, V_WIDTH, layout=gl.SliceLayout(0, LINES))
         at = out + (q_row + line).to(gl.int64)[:, None] * out_token + head.to(gl.int64) * out_head + column[None, :]

@@ -65,9 +65,11 @@ def state_copy(pools: Sequence[Sequence[torch.Tensor]], copies: torch.Tensor, cu
     Raises:
         ValueError: a slot of a pool has gaps inside.
     """
-    if not any(pools) or not copies.numel():
+    if not copies.numel():
         return
     table, unit, device, blocks, _ = _tables.of(pools)
+    if not blocks:
+        return
     if device >= 0:
         _kernel(unit)((blocks,), table, copies, cu_copies)
     else:
