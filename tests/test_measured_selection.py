@@ -32,8 +32,9 @@ BEHIND_BARE_CALLS = {
     },
     "H200": {
         "H128 b1 8192": 1.039,
-        "H128 b16 1024": 1.051,
-        "H128 b128 8192": 1.036,
+        "H128 b16 1024": 1.047,
+        "H128 b16 8192": 1.038,
+        "H128 b128 8192": 1.042,
     },
 }
 
@@ -101,6 +102,20 @@ def test_rows_where_an_engines_own_call_is_more_than_3_percent_faster_are_known(
     assert behind == BEHIND_BARE_CALLS[product] and compared == 18
 
 
+@pytest.mark.parametrize("packages", [{}, {"vllm": "0.33.0"}], ids=["none", "vLLM"])
+@pytest.mark.parametrize("product", RECORDS)
+def test_no_other_kernel_takes_a_prompt_of_192_128_more_than_3_percent_faster(product, packages):
+    record = json.loads((RESULTS / RECORDS[product]).read_text(encoding="utf-8"))
+    rows = {name: times for name, times in record["rows"].items() if name.startswith("P3")}
+    assert len(rows) == 4
+    for name, times in rows.items():
+        heads, tokens = map(int, re.findall(r"H(\d+) (\d+)", name)[0])
+        layer, needs = Layer.mla(num_heads=heads), Needs(query_len=tokens, seq_len=tokens)
+        found = select(Op.PREFILL, describe("sm90", product), layer, needs, None, ALWAYS | packages, load_kernels())
+        us = {kernel: us for kernel, us in times.items() if kernel.startswith(("triton", *(["vllm"] * len(packages))))}
+        assert us.get(found.kernel.name, us.get(f"vllm_{found.kernel.name}")) < 1.03 * min(us.values()), name
+
+
 def test_on_an_h200_decodes_take_at_most_6_percent_more_than_flash_attention_3():
     """Pages of 16 and 64 requests of 8k keys or more; all others 3 %."""
     rows = json.loads((RESULTS / "attention-sm90-h200.json").read_text(encoding="utf-8"))["rows"]
@@ -117,7 +132,7 @@ def test_on_an_h200_decodes_take_at_most_6_percent_more_than_flash_attention_3()
                 assert ours > 1.06 * fa3, name
             elif ours > 1.03 * fa3:
                 slower[name] = round(ours / fa3, 2)
-    assert len(slower) == 8 and max(slower.values()) <= 1.06 and all(name.endswith("page 16") for name in slower)
+    assert len(slower) == 5 and max(slower.values()) <= 1.06 and all(name.endswith("page 16") for name in slower)
 
 
 def test_no_decode_takes_more_than_3_percent_more_than_flash_attention_3():
@@ -167,7 +182,22 @@ def test_on_an_h200_a_small_kernel_is_in_cpp_where_that_is_as_fast_in_a_graph():
         packages = ALWAYS | {"nvrtc": "13"}
         found = select(op, describe("sm90", "H200"), layer, needs, None, packages, load_kernels()).kernel.name
         assert found == names[not as_fast]
-        assert record["host"][names[0]] < min(6, 0.5 * record["host_launcher"][names[1]])
+
+
+def test_an_eager_call_in_cpp_takes_half_of_its_twins_and_less_than_6_us_but_on_a_slow_host():
+    record = json.loads((RESULTS / "hip-sm90-h200.json").read_text(encoding="utf-8"))
+    twins = {f"hip.{op}": f"triton.{op}" for op in ("cache_write", "cache_gather", "merge", "state_copy")}
+    twins["hip.paged_decode"] = "triton.paged"
+    for host, launcher, most in (
+        ("host", "host_launcher", 6),
+        ("host_again", "launcher_again", 6),
+        ("host_slower", "launcher_slower", 6.5),
+    ):
+        cpp = {name: us for name, us in record[host].items() if name.startswith("hip.")}
+        assert len(cpp) == 8 and max(cpp.values()) < most
+        for name, twin in twins.items():
+            assert cpp[name] < 0.5 * record[launcher][twin]
+            assert cpp[name] < (0.7 if name == "hip.state_copy" else 0.5) * record[host][twin]
 
 
 @pytest.mark.parametrize("op", SMALL)
