@@ -57,7 +57,8 @@ class Tables:
         def forget(_: ref[torch.Tensor]) -> None:
             self._met.pop(key, None)
 
-        known, places = self._like(pools, every), [*map(_address, every), *map(_stride, every)]
+        places = [*map(_address, every), *map(_stride, every)]  # before the table: what changes meanwhile is seen
+        known = self._like(pools, every)
         _keep(self._met, key, (places, known, [ref(pool, forget) for pool in every]))
         return known
 

@@ -99,6 +99,19 @@ def test_a_whole_step_on_aiter_equals_the_oracle(heads, prefill, wide, spy):
     assert merged == [{(128, True)}] * 3  # T41: what was padded is cut before it is merged
 
 
+def test_a_kernel_of_padded_v_and_one_of_native_v_agree(spy):
+    layer = mla_layer(num_heads=16, **BF16)
+    made, found = make_step(layer, [3, 20, 9], [8, 70, 0], page_size=16), []
+    for prefill in ("aiter.varlen", "aiter.varlen_triton"):
+        attn = MlaAttention(layer, page_size=16, device="cpu", workspace=32)
+        attn._slots[0] = MlaSlot(layer, choose(layer, prefill, []), attn.workspace)
+        found.append(made.run(attn, return_lse=True))
+    widths = [kwargs["v"].shape[-1] for name, kwargs in spy if name == "flash_attn_varlen_func"]
+    assert set(widths[: len(widths) // 2]) == {128} and set(widths[len(widths) // 2 :]) == {192}
+    native, padded = found
+    assert torch.equal(native.out, padded.out) and torch.equal(native.lse, padded.lse)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_its_pages_come_in_compressed_rows_of_one_granularity(page_size, spy):
     """C30, F49: lengths [1, 16, 17, 127, 0] on pages in no order; each row of q is a request of one query."""

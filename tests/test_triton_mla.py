@@ -85,12 +85,19 @@ def test_short_requests_that_fill_the_device_are_not_split():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("heads", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_block_of_keys_fits_the_shared_memory(arch, heads, dtype):
+@pytest.mark.parametrize("widths", [(512, 64), (384, 192), (320, 256), (128, 64)])
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_block_of_keys_fits_the_shared_memory(arch, heads, dtype, widths, tight, monkeypatch):
     """Beside the queries where those stay there; on AMD they pass through it once, in the place of the keys."""
-    target, layer = portable.describe(arch), Layer.mla(num_heads=heads, dtype=dtype)
+    monkeypatch.setattr(mla_decode_tiles, "TIGHT", tight)
+    rank, rope = widths
+    target, layer = (
+        portable.describe(arch),
+        Layer.mla(num_heads=heads, dtype=dtype, kv_lora_rank=rank, qk_rope_head_dim=rope),
+    )
     for queries in (1, 4, 8):
         tile = mla_decode_tiles.tile_of(target, layer, queries)
-        row = layer.latent_dim * dtype.itemsize
+        row = sum(map(mla_decode_tiles.padded, widths)) * dtype.itemsize
         blocks = tile.num_stages if target.matrix == "wgmma" and tile.block_m == 64 else tile.num_stages - 1
         rows = tile.block_n if target.vendor == "amd" else tile.block_m + blocks * tile.block_n
         assert rows * row <= target.shared_memory
@@ -139,19 +146,30 @@ def test_rdna_spills_nothing(arch, name, monkeypatch):
         assert faults(facts(made, arch), arch, function, products=False) == []
 
 
+def tile(arch, queries=1, **layer):
+    made = mla_decode_tiles.tile_of(portable.describe(arch), Layer.mla(**layer), queries)
+    return made.block_m, made.block_n, made.num_stages
+
+
 def test_tiles_by_what_assembles_them(monkeypatch):
-    """ptxas of CUDA 13 spills with 64 rows and 64 keys of 16 bits on an sm90; what spills nothing takes their place."""
-
-    def tile(arch, heads, queries, **layer):
-        made = mla_decode_tiles.tile_of(portable.describe(arch), Layer.mla(num_heads=heads, **layer), queries)
-        return made.block_m, made.block_n, made.num_stages
-
-    for tight, one, more in ((False, (64, 64, 2), (64, 64, 2)), (True, (64, 32, 3), (32, 64, 3))):
+    """With Triton 3.9, 64 rows and 64 keys of 16 bits spill on an sm90."""
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    for tight, wide in ((False, (64, 64, 2)), (True, (32, 64, 3))):
         monkeypatch.setattr(mla_decode_tiles, "TIGHT", tight)
-        assert (tile("sm90", 128, 1), tile("sm90", 16, 4)) == (one, more)
-        assert tile("sm90", 128, 1, kv_dtype=torch.float8_e4m3fn) == (64, 64, 3)
-        assert tile("sm90", 16, 1) == (16, 64, 3) and tile("sm80", 128, 1)[0] == 64
-        assert tile("sm90", 128, 1, kv_lora_rank=128, qk_rope_head_dim=64) == (64, 64, 2)
+        assert tile("sm90", num_heads=128) == tile("sm90", 4, num_heads=16) == wide
+        assert tile("sm90", num_heads=128, **fp8) == (64, 64, 3) and tile("sm90", num_heads=16, **fp8) == (16, 64, 4)
+        assert tile("sm90", num_heads=16) == (16, 64, 3) and tile("sm80", num_heads=128)[0] == 64
+        assert tile("sm90", num_heads=128, kv_lora_rank=128, qk_rope_head_dim=64) == (64, 64, 2)
+        assert tile("sm100", num_heads=16, **fp8)[1] == 32
+        assert tile("sm100", num_heads=16, dtype=torch.float32, **fp8)[1] == 16
+
+
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("heads", [16, 48, 128])
+def test_a_batch_invariant_layer_has_one_tile(arch, heads, tight, monkeypatch):
+    monkeypatch.setattr(mla_decode_tiles, "TIGHT", tight)
+    assert len({tile(arch, queries, num_heads=heads, batch_invariant=True) for queries in (1, 2, 4, 8)}) == 1
 
 
 def test_where_it_is_offered():

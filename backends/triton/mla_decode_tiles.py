@@ -47,10 +47,9 @@ AMD_OTHERS = (32, 32)
 # with 64 columns a wave, 53 on a gfx1100. float32 has no matrix instruction there: 8 rows beside 16 keys spill 4 when
 # Triton 3.6 compiles them.
 RDNA_COLUMNS = 32
-# Triton behind 3.6 assembles for NVIDIA with ptxas of CUDA 13. On an sm90 it spills 164 and 268 bytes of tiles of 64
-# rows and 64 keys, where that of 3.6 spills none. On an H200 what spills nothing took, of the time of these tiles, with
-# 32 keys in three stages 1.01 (one request) to 1.14 (16 of 8k keys) for a token of 128 heads; with 32 rows 0.45 (one)
-# and 1.18 (64) for 4 tokens of 16 heads.
+# With Triton 3.9 (ptxas 13.4, told --regAllocOptLevel=2) tiles of 64 rows and 64 keys of 16 bits spill 164 and 268
+# bytes on an sm90, with 3.6 none. What is between was not looked at. Tiles of 32 rows spill nothing: beside the former,
+# assembled so, they took on an H200 1.18 to 1.39 of the time of full batches, and 0.45 to 0.72 for one request.
 TIGHT = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)
 
 
@@ -80,12 +79,13 @@ def tile_of(target: Target, layer: Layer, max_query_len: int) -> Tile:
             num_stages=2,
             options={"waves_per_eu": 0, "matrix_instr_nonkdim": 16},
         )
+    fp8, hopper = layer.kv_dtype.itemsize < size, target.matrix == "wgmma"
     most, block_n = (64, 64) if size == 2 else (16, 16)
-    block_m, fp8, hopper = rows_of(layer, max_query_len, most), layer.kv_dtype.itemsize < size, target.matrix == "wgmma"
-    if TIGHT and hopper and block_m == 64 and row > 576 and not fp8:
-        block_m, block_n = (64, 32) if max_query_len == 1 else (32, 64)
+    if TIGHT and hopper and row > 576 and not fp8:
+        most = min(most, 32)
+    block_m = rows_of(layer, max_query_len, most)
     if target.matrix == "tcgen05" and (block_m == 64 or fp8):
-        block_n = 32  # Triton gives products of 64 rows more shared memory, 281 KiB; 64 keys of fp8 spill 8 bytes
+        block_n = min(block_n, 32)  # Triton gives 64 rows more shared memory, 281 KiB; 64 keys of fp8 spill 8 bytes
     # queries, two blocks of keys and weights: on an H100 64 keys took 218 us where 32 took 222, and 16 rows of 4
     # warps as long as of 8, which fp8 takes so as not to spill; of 64 rows, a warpgroup has half of the columns
     while block_n > 16 and (block_m + 2 * block_n) * row + block_m * block_n * size > target.shared_memory:
@@ -94,8 +94,7 @@ def tile_of(target: Target, layer: Layer, max_query_len: int) -> Tile:
         block_m //= 2
     stages = 2 if (block_m + 2 * block_n) * row <= target.shared_memory else 1  # float32 on 99 KiB
     stages += not (hopper and block_m == 64)
-    if hopper and (fp8 or block_n == 32):  # fp8: 64 rows took 0.90 of the time on an H200, 16 spill 8 bytes less
-        stages += 1
+    stages += hopper and fp8  # 64 rows took 0.90 of the time on an H200, 16 spill 8 bytes less
     return Tile(
         block_m=block_m,
         block_n=block_n,
