@@ -127,7 +127,12 @@ _H200 = (
     _mla(ANY, (1, 8), ANY, ANY, FA, MLA, HOPPER),
     # prompts of 192/128, 16 and 128 heads: 0.94 to 0.97 of FA3's time at 3,000 and 4,096 tokens, 1.03 at 8,192
     Fastest(
-        "prefill", ("sm90",), ("triton.prefill_hopper",), qk_head_dim=(129, 192), query_len=(2049, None), seq_len=(2049, 5792)
+        "prefill",
+        ("sm90",),
+        ("triton.prefill_hopper",),
+        qk_head_dim=(129, 192),
+        query_len=(2049, None),
+        seq_len=(2049, 5792),
     ),
     # C++ takes up to 1.15 of Triton's time for a merge, 1.09 for a gather
     *(Fastest(op, ("sm90",), ("triton",), qk_head_dim=(1, 128)) for op in ("merge", "cache_gather")),

@@ -65,8 +65,11 @@ def test_every_triton_file_with_kernels_is_offered():
 
 @each_kernel
 def test_every_refusal_says_why(kernel):
-    for case, reasons in cells.refused(kernel, portable.detect("cpu")):
-        assert all(isinstance(reason, str) and reason for reason in reasons), case
+    """On the CPU, and on the first of these devices that the kernel is for."""
+    here, *others = portable.detect("cpu"), *map(portable.describe, ("gfx942", "gfx950", "sm90", "sm100"))
+    for target in (here, next((each for each in others if cells.runs_on(kernel, each)), here)):
+        for case, reasons in cells.refused(kernel, target):
+            assert all(isinstance(reason, str) and reason for reason in reasons), case
 
 
 # What kernels have been seen to do, each as a change to a right kernel.

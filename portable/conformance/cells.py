@@ -286,8 +286,12 @@ def cases(kernel: Kernel, target: Target, most: int = 40) -> Iterator[Case]:
 def refused(kernel: Kernel, target: Target) -> Iterator[tuple[Case, tuple[str, ...]]]:
     """Cases one value away from those that the kernel serves, which it refuses, with its reasons."""
     op = kernel.caps.op
-    base = first(AXES[op], lambda cell: (case := case_of(op, cell)) is not None and not _why(kernel, target, case))
-    base = base or {name: values[0] for name, values in AXES[op].items()}
+    base = {name: values[0] for name, values in AXES[op].items()}
+    if runs_on(kernel, target):
+        served = first(
+            AXES[op], lambda cell: (case := case_of(op, cell)) is not None and not _why(kernel, target, case)
+        )
+        base = served or base
     for name, values in AXES[op].items():
         for value in values:
             case = case_of(op, {**base, name: value})
