@@ -125,7 +125,7 @@ _H200 = (
     _mla((65, None), DRAFTS, (33, None), (32769, None), MLA, FA, HOPPER),
     # all others
     _mla(ANY, (1, 8), ANY, ANY, FA, MLA, HOPPER),
-    # prompts of 192/128, 16 and 128 heads: 0.94 to 0.97 of FA3's time at 3,000 and 4,096 tokens, 1.03 at 8,192
+    # prompts of 192/128: 0.94 to 0.97 of FA3's time at 3,000 and 4,096 tokens (16, 128 heads), 1.03 at 8,192 (32)
     Fastest(
         "prefill",
         ("sm90",),
