@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
-from benchmarks import stage, subjects, table, twins, workloads  # noqa: E402
+from benchmarks import flashinfer_stage, stage, subjects, table, twins, workloads  # noqa: E402
 from benchmarks.problem import Pool, build, rotations  # noqa: E402
 from benchmarks.run import gathered, main  # noqa: E402
 from benchmarks.timing import Broken, Job, Measure, contest  # noqa: E402
@@ -219,3 +220,63 @@ def test_staged_files_lose_what_only_amd_takes(tmp_path):
     assert stage.unpacked(tmp_path) == tmp_path / "site" and library.read_bytes() == b"library"
     stage.put(tmp_path, tmp_path / "site", stage.FA3, b"another")
     assert stage.unpacked(tmp_path) == tmp_path / "site" and library.read_bytes() == b"another"
+
+
+def fake_download(code):
+    """What brings wheels that have every file that is asked of them; their compiler is a shell's `code`."""
+
+    def download(name, wheel, into):
+        into.mkdir(exist_ok=True)
+        path = into / f"{name}.whl"
+        nvcc = f"{flashinfer_stage.CUDA}/bin/nvcc"
+        with zipfile.ZipFile(path, "w") as archive:
+            for pattern in wheel.files:
+                archive.writestr(
+                    pattern.replace("*", "some.py"), "using DTypeQ = {{ dtype_q }};\n" * ("jinja" in pattern)
+                )
+            if name == "nvidia-cuda-nvcc":
+                archive.writestr(nvcc, f"#!/bin/sh\n{code}\n")
+            if name == "nvidia-nvvm":
+                archive.writestr(f"{flashinfer_stage.CUDA}/nvvm/bin/cicc", "")
+        return path
+
+    return download
+
+
+def test_flashinfer_is_compiled_where_it_is_staged_and_once(tmp_path, monkeypatch):
+    code = f'cat {flashinfer_stage.DATA}/csrc/*.inc > mla.so; echo "$@" >> mla.so'
+    monkeypatch.setattr(flashinfer_stage, "download", fake_download(code))
+    folder = tmp_path / "peers"
+    assert flashinfer_stage.stage(folder, tmp_path / "wheels") == "flashinfer-python 0.7.2.post1"
+    assert not list(folder.rglob("*.so"))  # they travel packed
+    (folder / "manifest.json").touch()
+    site = stage.unpacked(folder)
+    config, command = (site / stage.FLASHINFER).read_text().splitlines()
+    assert config == "using DTypeQ = nv_bfloat16;"
+    assert "code=sm_90a" in command and all(source in command for source in flashinfer_stage.SOURCES)
+    assert all((site / file).exists() for file in (*stage.TVM_FFI, flashinfer_stage.SIGNATURE))
+    monkeypatch.setattr(flashinfer_stage, "download", None)
+    assert flashinfer_stage.stage(folder, tmp_path / "wheels") == "flashinfer-python 0.7.2.post1"
+    monkeypatch.setattr(flashinfer_stage, "FLAGS", ("-O0",))
+    with pytest.raises(TypeError):
+        flashinfer_stage.stage(folder, tmp_path / "wheels")
+    assert not (site / stage.FLASHINFER).exists()  # of other flags
+
+
+def test_without_a_compiler_the_other_peers_are_staged(tmp_path, monkeypatch, capsys):
+    for module in (stage, flashinfer_stage):
+        monkeypatch.setattr(module, "download", fake_download("exit 1"))
+    folder = tmp_path / "peers"
+    stage.stage(folder, tmp_path / "wheels")
+    assert "vllm 0.33.0" in (told := capsys.readouterr().out) and "no flashinfer: Command" in told
+    assert set(json.loads((folder / "manifest.json").read_text())) == {"vllm", "amd-aiter"}
+    assert (folder / "fa3.so.xz").exists() and not list(folder.rglob("*flashinfer*"))
+
+
+def test_a_wheel_without_what_is_asked_of_it_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "it.whl", "w") as archive:
+        for name in ("package/", "package/a.py", "package/sub/b.py"):
+            archive.writestr(name, "")
+        assert stage.matching(archive, ["package/*.py"]) == ["package/a.py", "package/sub/b.py"]
+        with pytest.raises(ValueError, match=r"it\.whl has no package/\*\.so"):
+            stage.matching(archive, ["package/*.py", "package/*.so"])

@@ -1,4 +1,4 @@
-"""MLA on a GPU beside FlashMLA and FlashAttention 3: python ci/bench.py mla [--peers DIR] [--grid] [--out FILE]
+"""MLA on a GPU beside FlashMLA, FA3 and FlashInfer: python ci/bench.py mla [--peers DIR] [--grid] [--out FILE]
 
 Decode and verify of DeepSeek's 512 + 64 latent columns in bf16 over pages of 64 tokens, prompts of 192/128, and the
 write of latents. `--peers` names a folder that `bench.py attention --stage` filled; kernels of installed vendors take
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import math
 import os
@@ -31,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
 from benchmarks.mla_problems import Decode, Problem, Shape, able  # noqa: E402
 from benchmarks.mla_prompts import Prompt, Write  # noqa: E402
-from benchmarks.stage import FA3, FLASH_MLA, unpacked  # noqa: E402
+from benchmarks.stage import FA3, FLASH_MLA, FLASHINFER, unpacked  # noqa: E402
 from benchmarks.timing import Measure, contest  # noqa: E402
 from portable.attention import load_kernels  # noqa: E402
 from portable.proof import source_hash  # noqa: E402
@@ -194,9 +195,9 @@ def shown(measure: Measure, graphs: bool) -> str:
     return f"{measure.us:.4g}" if measure.ok else f"{measure.us:.4g} WRONG {measure.error:.2g}"
 
 
-def raw_peers(folder: Path | None) -> set[str]:
+def raw_peers(folder: Path | None) -> dict[str, Any]:
     """Vendors' operators without an adapter; a library that an adapter loaded is there already."""
-    found = set()
+    found: dict[str, Any] = {}
     for name, file, library, operator in (
         ("fa3", FA3, "_vllm_fa3_C", "fwd"),
         ("flashmla", FLASH_MLA, "_flashmla_C", "dense_decode_fwd"),
@@ -207,8 +208,25 @@ def raw_peers(folder: Path | None) -> set[str]:
         except (OSError, RuntimeError) as error:
             print(f"{name}: {str(error)[:150]}", flush=True)
         if hasattr(getattr(torch.ops, library), operator):
-            found.add(name)
+            found[name] = getattr(torch.ops, library)
+    try:
+        if folder:
+            found["flashinfer"] = flashinfer(unpacked(folder))
+    except (ImportError, OSError, RuntimeError) as error:
+        print(f"flashinfer: {str(error)[:150]}", flush=True)
     return found
+
+
+def flashinfer(site: Path) -> Any:
+    """Its module, loaded by tvm-ffi alone."""
+    if not (site / FLASHINFER).exists():
+        raise FileNotFoundError(f"{site.parent} was filled without it")
+    os.environ["TVM_FFI_DISABLE_TORCH_C_DLPACK"] = "1"  # or its import compiles what an older torch has not
+    sys.path.insert(0, str(site))
+    try:
+        return importlib.import_module("tvm_ffi").load_module(str(site / FLASHINFER))
+    finally:
+        sys.path.remove(str(site))  # an adapter would find vLLM there, after kernels were looked up
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from portable.ragged import next_power_of_2
 
 TOUCHED, ROTATIONS, FEW = 256e6, 32, 8  # bytes of other pages, and the most sets of them
 TOLERANCE = 1.5e-2
+FLASHINFER = 128 << 20, 8 << 20  # bytes for partial results and for the work list, as its wrapper has them
 NONE = LayerTensors()
 Calls = list[Callable[[], object]]
 
@@ -76,8 +77,8 @@ class Problem:
         """A planned step."""
         yield from ()
 
-    def peers(self, found: set[str]) -> Iterator[Job]:
-        """Vendors' operators, called as vLLM does."""
+    def peers(self, found: Mapping[str, Any]) -> Iterator[Job]:
+        """Vendors' operators, called as vLLM or their own package does."""
         yield from ()
 
 
@@ -170,11 +171,13 @@ class Decode(Problem):
             steps.append(segment)
         yield self.job("dispatched", lambda: self._runs(steps))
 
-    def peers(self, found: set[str]) -> Iterator[Job]:
+    def peers(self, found: Mapping[str, Any]) -> Iterator[Job]:
         if "fa3" in found:
             yield self.job("fa3", self._fa3)
         if "flashmla" in found:
             yield self.job("flash_mla", self._flash_mla)
+        if "flashinfer" in found:
+            yield self.job("flashinfer", partial(self._flashinfer, found["flashinfer"]))
 
     def _fa3(self) -> Calls:
         """The latent part of the queries apart."""
@@ -206,5 +209,26 @@ class Decode(Problem):
                 self.q[i].view(batch, new, heads, -1), self.pages[:, :, None], rank, self.seq_lens, self.tables[i],
                 self.layer.scale, new > 1, *metadata, self.out[i].view(batch, 1, new * heads, rank),
             )[2:4]  # fmt: skip
+
+        return [partial(call, i) for i in range(len(self.q))]
+
+    def _flashinfer(self, module: Any) -> Calls:
+        """Planned once on the host, as its wrapper does: pages are all that differs between the calls."""
+        heads, batch, _, new, page = self.shape
+        rank, causal = self.layer.kv_lora_rank, new > 1
+        partials, work = (torch.empty(size, dtype=torch.uint8, device=self.device) for size in FLASHINFER)
+        host = torch.empty_like(work, device="cpu")
+        pages = torch.arange(batch + 1, dtype=torch.int32) * self.tables[0].shape[1]
+        lengths = self.cu.cpu(), pages, self.seq_lens.cpu()
+        plan, used = module.plan(partials, work, host, *lengths, heads, rank, causal)
+        work[:used] = host[:used]
+        latents, ropes = self.pages[..., :rank], self.pages[..., rank:]
+
+        def call(i: int) -> None:
+            q = self.q[i]
+            module.run(
+                partials, work, plan, q[..., :rank], q[..., rank:], latents, ropes, self.tables[i].flatten(),
+                self.out[i], None, int(causal), heads, page, self.layer.scale, False, 1.0, 1.0, None,
+            )  # fmt: skip
 
         return [partial(call, i) for i in range(len(self.q))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ class Prompt(Problem):
         assert step is not None
         yield self.job("dispatched", lambda: self._runs(step))
 
-    def peers(self, found: set[str]) -> Iterator[Job]:
+    def peers(self, found: Mapping[str, Any]) -> Iterator[Job]:
         if "fa3" in found:
             yield self.job("fa3", self._fa3)
 
@@ -127,7 +127,7 @@ class Write(Problem):
         each = zip(self.new, self.caches, self.slots, strict=True)
         return [partial(kernel.run, *new, KV(cache, None), slots, self.layer, NONE) for new, cache, slots in each]
 
-    def peers(self, found: set[str]) -> Iterator[Job]:
+    def peers(self, found: Mapping[str, Any]) -> Iterator[Job]:
         pairs = zip(self.copies, self.rows, strict=True)
         copies: Calls = [partial(to.copy_, source) for to, source in pairs]
         yield Job("copy", lambda: copies, self.copies, lambda _: relative_error(self.copies[0], self.rows[0]), 1e-3)

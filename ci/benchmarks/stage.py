@@ -2,12 +2,14 @@
 
 FA3 and FlashMLA (a library each, 11 and 2 MB packed) with the functions that call them, and the Triton kernels of vLLM
 and aiter as files. Their packages import half of an engine; `STAND_INS` are what those few files need of it.
+FlashInfer's MLA decode is compiled here (`flashinfer_stage`), and left out with a message where it cannot be.
 `python ci/benchmarks/stage.py FOLDER` unpacks the libraries on the other machine: with FOLDER/site on the path, the
 package that portable's adapters look for is there.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import lzma
@@ -16,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Wheel(NamedTuple):
-    """A distribution, pinned, and the files of its wheel that are wanted."""
+    """A distribution, pinned, and the files of its wheel that are wanted, as patterns."""
 
     version: str
     sha256: str
@@ -31,7 +34,15 @@ class Wheel(NamedTuple):
 
 FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 FLASH_MLA = "vllm/_flashmla_C.abi3.so"
-LIBRARIES = {FA3: "fa3.so.xz", FLASH_MLA: "flashmla.so.xz"}
+FLASHINFER = "flashinfer_mla/sm90.so"
+TVM_FFI = (
+    "tvm_ffi/core.cpython-312-x86_64-linux-gnu.so",
+    "tvm_ffi/lib/libtvm_ffi.so",
+    "tvm_ffi/lib/libtvm_ffi_testing.so",
+)
+LIBRARIES = {FA3: "fa3.so.xz", FLASH_MLA: "flashmla.so.xz", FLASHINFER: "flashinfer.so.xz"} | {
+    file: f"{Path(file).stem}.so.xz" for file in TVM_FFI
+}
 VLLM_OPS = "vllm/v1/attention/ops"
 AITER = "aiter/ops/triton"
 MHA = (
@@ -47,7 +58,8 @@ WHEELS = {
         "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
         "manylinux_2_28_x86_64",
         (
-            *LIBRARIES,
+            FA3,
+            FLASH_MLA,
             "vllm-0.33.0.dist-info/METADATA",
             "vllm/vllm_flash_attn/__init__.py",
             "vllm/vllm_flash_attn/flash_attn_interface.py",
@@ -138,22 +150,26 @@ def get_device():
 
 def stage(folder: Path, wheels: Path | None = None) -> None:
     """Fill `folder` with the packed libraries, `site/` and `manifest.json`; `wheels` keeps the downloads."""
+    from benchmarks import flashinfer_stage  # not where folders are unpacked: this file is alone there
+
     site = folder / "site"
     manifest = {}
     with tempfile.TemporaryDirectory() as temporary:
+        wheels = wheels or Path(temporary)
         for name, wheel in WHEELS.items():
-            path = download(name, wheel, wheels or Path(temporary))
-            with zipfile.ZipFile(path) as archive:
-                for file in wheel.files:
+            with zipfile.ZipFile(download(name, wheel, wheels)) as archive:
+                for file in matching(archive, wheel.files):
                     put(folder, site, file, archive.read(file))
             manifest[name] = {"version": wheel.version, "sha256": wheel.sha256}
+        flashinfer = flashinfer_stage.stage(folder, wheels)
     for file, text in STAND_INS.items():
         put(folder, site, file, text.encode())
     for part in [path for path in site.rglob("*") if path.is_dir() and "-" not in path.name]:
         (part / "__init__.py").touch()
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {size / 2**20:.1f} MiB, {', '.join(f'{name} {wheel.version}' for name, wheel in WHEELS.items())}")
+    staged = [*(f"{name} {wheel.version}" for name, wheel in WHEELS.items()), flashinfer]
+    print(f"{folder}: {size / 2**20:.1f} MiB, {', '.join(staged)}")
 
 
 def unpacked(folder: Path) -> Path:
@@ -185,6 +201,15 @@ def download(name: str, wheel: Wheel, into: Path) -> Path:
     if digest != wheel.sha256:
         raise ValueError(f"{found[0].name} has sha256 {digest}; {wheel.sha256} is pinned")
     return found[0]
+
+
+def matching(archive: zipfile.ZipFile, patterns: Sequence[str]) -> list[str]:
+    """Its files of these names; each pattern has some."""
+    names = [name for name in archive.namelist() if not name.endswith("/")]
+    found = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    if missing := [pattern for pattern, files in found.items() if not files]:
+        raise ValueError(f"{archive.filename} has no {', '.join(missing)}")
+    return [file for files in found.values() for file in files]
 
 
 def put(folder: Path, site: Path, file: str, content: bytes) -> None:
