@@ -408,6 +408,8 @@ class Kernels:
         here = self.target.device != "cpu" or self.target.emulated
         ours = filter(warmup.recordable, {kernel.caps.provider for kernel in load_kernels()} if here else ())
         modules = [importlib.import_module(f"portable.backends.{name}.launch") for name in sorted(ours)]
+        if not modules:
+            return 0
         device = torch.device(self.target.device)
         return warmup.warm(
             self.layer,

@@ -118,7 +118,8 @@ def test_every_cell_that_a_kernel_accepts_is_right(kernel, install):
     assert cells.runs_on(kernel, target)
     cases = cases_of(kernel, target)
     assert cases
-    if kernel.name.endswith("mla_pieces"):  # which differs from mla_paged by its pages alone
+    if kernel.name.endswith("mla_pieces") or kernel.name == "vllm_flash_attn_3.mla_paged":
+        # which differ from flash_attn_3.mla_paged by their pages and their module alone; 128 heads take 12 s
         cases = cases[::3]
     for build, make in enumerate(modules):
         install(name, make())

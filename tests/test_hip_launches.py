@@ -215,7 +215,6 @@ def test_a_tensor_that_took_the_place_of_a_dead_one_is_no_pool_that_was_met():
         pool = memory[:, :width]
         assert tables.of([[pool]])[0][:, 2].tolist() == [4 * width]
         del pool
-        gc.collect()
 
 
 def test_a_set_of_pools_is_forgotten_with_any_of_them():

@@ -153,6 +153,7 @@ def test_blocks_and_pages_are_of_one_size():
 
 
 def test_a_model_of_attention_alone_has_prefixes_too():
+    pytest.importorskip("transformers")
     model = tiny_model("llama")
     layers = models.discover_layers(model)
     prompt = np.random.default_rng(0).integers(0, 256, 21).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -147,6 +148,12 @@ def lens_for(kernel: Kernel) -> tuple[str, ...]:
 
 def case_of(op: Op, cell: Cell) -> Case | None:
     """The case of a cell; None where its values exclude each other: scales of a wide type, a page too small to pack."""
+    return _case_of(op, tuple(cell.items()))
+
+
+@lru_cache(1 << 16)  # kernels are asked for the same cells, up to 20,000 of an operation
+def _case_of(op: Op, values: tuple[tuple[str, Any], ...]) -> Case | None:
+    cell = dict(values)
     if op in recurrent.AXES:
         return Case(op=op, layer=recurrent.layer_of(op, cell), call=recurrent.call_of(cell))
     if op in STEPS:
