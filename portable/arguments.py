@@ -169,7 +169,7 @@ def fits(value: object, hint: Any) -> bool:
 
 @cache
 def _test_of(hint: Any) -> Test:
-    """Taken apart once for each annotation: to do so for each value took half of what a `Layer` takes, 0.5 ms."""
+    """Taken apart once for each annotation: to do so for each value took half of a `Layer`'s 155 us on a slow core."""
     hint = getattr(hint, "__value__", hint)  # of an alias: NDArray is one from numpy 2.5 on
     origin, inner = get_origin(hint), get_args(hint)
     if hint in _TESTS:
