@@ -18,7 +18,7 @@ from portable import bench, cli
 from portable.backends.reference import attend
 from portable.bench import ceilings, host, kernels, peers, plots, text
 from portable.bench.problem import Pool, Problem, build
-from portable.bench.timing import Job, contest
+from portable.bench.timing import ROUNDS, Job, contest, orders
 from portable.bench.workloads import Workload, decode, shrunk
 from portable.layer import Layer
 from portable.platform.detect import describe, detect
@@ -224,6 +224,15 @@ def test_a_peer_is_looked_for_and_its_absence_said(monkeypatch: pytest.MonkeyPat
     found = peers.load(torch.device("meta"), absent, wanted)
     assert {name: function for name, (_, function) in found.items()} == {"found": print}
     assert "has no attribute 'f'" in absent["lost"] and "No module named 'peer_nowhere'" in absent["none"]
+
+
+@pytest.mark.parametrize("count", range(14))
+def test_each_contestant_follows_every_other_about_as_often(count: int) -> None:
+    rounds = [*orders("abcdefghijklm"[:count], ROUNDS)]
+    assert all(len({*order}) == len(order) == count for order in rounds)
+    pairs = [pair for order in rounds for pair in itertools.pairwise(order)]
+    often = [pairs.count(pair) for pair in itertools.permutations("abcdefghijklm"[:count], 2)]
+    assert not often or max(often) - min(often) <= (0 if count in (2, 3, 4, 6, 12) else 2)
 
 
 def test_what_is_wrong_is_said_and_does_not_stop_the_others() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from portable.kernel import KV, Op, Segment
 from portable.layer import Layer, LayerTensors
 from portable.packages import Package, inspect
 from portable.platform.detect import describe
+from portable.ragged import cdiv
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for glob in ("*.cu", "*.h") for path in sorted((ROOT / "backends" / "hip").glob(glob))]
@@ -314,6 +316,11 @@ def test_a_gather_that_was_prepared_for_other_pages_scales_or_tables_is_not_used
     pages = kv.k.clone()
     assert new(KV(pages, pages.clone()))  # whose V is gone now
     assert new(KV(pages, None))
+    whole = torch.zeros(6, 4, 2, 8, dtype=torch.float8_e4m3fn)
+    pages = whole[:3]
+    assert new(KV(pages, pages)) and not new(KV(pages, pages))
+    pages.data = whole  # which grows where it is: a debug build knows how many there are
+    assert new(KV(pages, pages)) and not new(KV(pages, pages))
 
 
 def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):
@@ -335,6 +342,33 @@ def test_a_decode_of_another_cut_is_prepared_for_itself(monkeypatch: pytest.Monk
         q = torch.zeros(queries, 4, 128, dtype=torch.bfloat16)
         paged_decode.attend(q, kv, made, layer, LayerTensors(), torch.empty_like(q), None)
     assert launched == [128, 256, 128] and len(paged_decode._launches.known) == 2
+
+
+@pytest.mark.parametrize(
+    "rows, lens, changes",
+    [
+        (8, [1024], {}),
+        (16, [1025], {}),  # 72 blocks of 16 rows for 132 compute units
+        (8, [512] * 2, {}),
+        (16, [1024] * 2, {}),
+        (8, [8192], {"window": 1000}),
+        (8, [8192], {"num_kv_heads": 1, "num_heads": 16}),  # of eight devices that share the heads
+        (16, [64], {"batch_invariant": True}),
+        (8, [64], {"num_heads": 64}),
+    ],
+)
+def test_a_step_of_few_blocks_is_cut_into_halves_of_them(rows: int, lens: list[int], changes: dict[str, Any]):
+    """By what the host knows: of a captured step the longest that it may have."""
+    layer = Layer.gqa(**{"num_heads": 128, "num_kv_heads": 8, "head_dim": 128, **changes})
+    table = torch.zeros(len(lens), cdiv(max(lens), 16), dtype=torch.int32)
+    with launch.recorded(describe("sm90", "H200")):
+        part = segment(paged_decode.KERNELS[0], [(1, n) for n in lens], layer, table, 16)
+        bounded = replace(part, seq_lens=part.seq_lens // 2, exact=False)
+        for made in (part.prepared, paged_decode.prepare(bounded, layer)):
+            assert made.cut == replace(paged_decode.cut_of(layer, 1, "sm90"), rows=rows)
+            assert made.row_blocks == layer.group // rows
+            pairs = len(lens) * layer.num_kv_heads * made.row_blocks
+            assert made.splits == 1 or made.parts.shape == (pairs, made.splits, rows, 128)
 
 
 def test_a_decode_of_other_strides_or_scales_is_prepared_for_itself(monkeypatch: pytest.MonkeyPatch):
@@ -571,3 +605,37 @@ def test_amd_code_is_within_its_means(arch: str, monkeypatch: pytest.MonkeyPatch
         text = assembly(file, defines, arch)
         assert faults(file, defines, arch, text) == []
     assert clang.assemble(text, arch).startswith(b"\x7fELF")
+
+
+def test_a_debug_build_is_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch):
+    layer = Layer.gqa(num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float16)
+    kv, k = KV(*torch.zeros(2, 3, 4, 2, 8, dtype=torch.float16)), torch.zeros(1, 2, 8, dtype=torch.float16)
+    kernel = next(kernel for kernel in cache.KERNELS if kernel.caps.op is Op.CACHE_GATHER)
+    for value, checked in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("PORTABLE_DEBUG", value)
+        with launch.recorded(describe("sm90")) as functions:
+            cache.write(k, k, kv, torch.zeros(1, dtype=torch.int64), layer, LayerTensors())
+            part = segment(kernel, [(1, 1)], layer, torch.zeros(1, 1, dtype=torch.int32), 4)
+            cache.gather(kv, part, layer, LayerTensors(), KV(k.clone(), k.clone()))
+        assert [each.name for each in functions if each.file == "cache"] == ["write", "gather"]
+        assert all(("CHECKED=1" in each.defines) is checked for each in functions if each.file == "cache")
+
+
+@pytest.mark.skipif(find_spec("nvidia") is None, reason="the package nvidia-cuda-nvrtc is not installed")
+def test_nvrtc_compiles_a_debug_build():
+    compiler, (path, headers) = runtime.Compiler(runtime.NVIDIA), sources.sources("cache", "nvidia")
+    names = "ROW=bf16", "STORED=e4m3fn"
+    made = [compiler.compile(path.name, path.read_text(), headers, "sm_90", names + m) for m in ((), ("CHECKED=1",))]
+    assert made[0] != made[1]
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="the package ziglang is not installed")
+def test_only_a_debug_build_ends_launches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "ci")
+    from build_objects import assembly, faults
+
+    defines = "ROW=bf16", "STORED=bf16"
+    for arch in ("gfx942", "gfx1201"):
+        assert "s_trap" not in assembly("cache", defines, arch)
+        text = assembly("cache", (*defines, "CHECKED=1"), arch)
+        assert "s_trap" in text and faults("cache", defines, arch, text) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -190,6 +191,14 @@ def _maker(count: int) -> Callable[..., Launch]:
     return made["make"]  # type: ignore[no-any-return]
 
 
+def checks() -> dict[str, int]:
+    """What a debug build defines besides: its kernels end the launch where an address would be outside of its tensor.
+
+    Asked when a launch is prepared, and not when it is used again. Checked code is compiled on this machine.
+    """
+    return {"CHECKED": 1} if os.environ.get("PORTABLE_DEBUG", "0") not in ("", "0") else {}
+
+
 def nothing() -> None:
     """In place of a launch, or of a reference to pages."""
 
@@ -303,14 +312,18 @@ class Items(NamedTuple):
         return *divide(self.pairs), *divide(self.chunks), self.tokens if tokens is None else tokens, self.elements
 
 
-def items(heads: int, width: int, dtype: torch.dtype) -> Items:
+def items(heads: int, width: int, dtype: torch.dtype, each: int = 1, threads: int = THREADS) -> Items:
     """
-    >>> items(8, 128, torch.bfloat16)
-    Items(pairs=128, chunks=16, elements=8, tokens=2, slices=1)
+    Args:
+        each: chunks of a head that a thread takes; `chunks` then counts those of a head that are a thread's first.
+        threads: of a block.
+
+    >>> items(8, 128, torch.bfloat16), items(8, 128, torch.bfloat16, 2, 128)[:4]
+    (Items(pairs=128, chunks=16, elements=8, tokens=2, slices=1), (64, 8, 8, 2))
     """
     elements = 16 // dtype.itemsize
-    chunks = max(1, cdiv(width, elements))
-    return Items(heads * chunks, chunks, elements, max(1, THREADS // (heads * chunks)), cdiv(heads * chunks, THREADS))
+    chunks = max(1, cdiv(width, elements * each))
+    return Items(heads * chunks, chunks, elements, max(1, threads // (heads * chunks)), cdiv(heads * chunks, threads))
 
 
 def _number(kind: str, data: bytes) -> Any:

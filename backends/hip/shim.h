@@ -13,6 +13,7 @@
 #define HALF_TO_FLOAT(bits) ((float)__builtin_bit_cast(_Float16, bits))
 #define FLOAT_TO_HALF(x) __builtin_bit_cast(unsigned short, (_Float16)(x))
 #define BRANCH_APART() __builtin_amdgcn_sched_barrier(0)  // no instruction
+#define TRAP() __builtin_trap()
 #else
 #define SHUFFLE_XOR(value, lanes) __shfl_xor_sync(~0u, value, lanes)
 #define SHUFFLE(value, lane, width) __shfl_sync(~0u, value, lane, width)
@@ -22,6 +23,12 @@ extern "C" __device__ unsigned short __nv_float2half_rn(float);  // instruction 
 #define HALF_TO_FLOAT(bits) __nv_half2float(bits)
 #define FLOAT_TO_HALF(x) __nv_float2half_rn(x)
 #define BRANCH_APART()
+#define TRAP() __trap()
+#endif
+#ifdef CHECKED  // a debug build: launch.py, `checks`
+#define CHECK(condition) if (!(condition)) TRAP()
+#else
+#define CHECK(condition)
 #endif
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
@@ -195,7 +202,7 @@ template <typename T, typename S, typename Change> DEVICE T convert(S x, Change 
     return Convert<T, S, Change>::value(x, change);
 }
 
-// What a thread works on: 16 bytes of a (token, head).
+// What a thread works on, or first on: 16 bytes of a (token, head).
 struct Item { int token, head, column; };
 
 // A token's (head, chunk of 16 bytes) pairs are spread over the threads of a block, and of gridDim.z blocks where there

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import portable
-from portable.backends.hip import KERNELS, launch
-from portable.backends.hip.paged_decode import LEAST, _chunk, prepare
+from portable import warmup
+from portable.backends.hip import KERNELS, launch, paged_decode
+from portable.backends.hip.paged_decode import LEAST, _chunk, cut_of, prepare
 from portable.conformance import cells, contract, laws
 from portable.conformance.inputs import build
+from portable.kernel import Op
+from portable.limits import Limits
+from portable.mha import segment_of
 from portable.platform.emulated import activate
 
 pytest.importorskip("triton")
@@ -102,3 +106,34 @@ def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch):
     k, cache = torch.ones(1, 2, 48, dtype=torch.float16), portable.allocate_cache(layer, 3, 16)
     attn.write(k, k, cache, attn.plan(batch))
     assert cache.k[2, 5].eq(1).all() and launch._emulated.cache_info().misses == known > 0
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_blocks_of_16_rows_are_right(arch: str, monkeypatch: pytest.MonkeyPatch):
+    """On a device of two compute units: the contract's requests leave larger ones half empty, and get blocks of 8."""
+    few = replace(portable.detect(f"emulated:{arch}"), compute_units=2)
+    monkeypatch.setattr(paged_decode, "target_of", lambda _: few)
+    met = set()
+    with activate(arch):
+        for case in (*CASES, *(replace(case, lens=((4, 400),), causal=True) for case in CASES)):
+            if cut_of(case.layer, max(queries for queries, _ in case.lens), arch).rows < 16:
+                continue
+            inputs = build(KERNEL, case, "cpu")
+            made = inputs.segment.prepared
+            kind = made.cut.width, made.cut.vec, made.splits
+            if made.cut.rows == 16 and kind not in met:
+                laws.is_right(KERNEL, case, inputs, *contract.call(KERNEL, case, inputs))
+                met.add(kind)
+    assert {(64, 8, 1), (128, 8, 1), (128, 16, 1)} < met and max(splits for _, _, splits in met) > 2
+
+
+def test_a_warm_up_meets_blocks_of_8_and_of_16_rows():
+    """Which of them a step takes is a matter of its requests and keys."""
+    layer = portable.Layer.gqa(num_heads=16, num_kv_heads=1, head_dim=64)
+    limits = Limits(page_size=16, max_reqs=4, max_tokens=4, max_seq_len=4096)
+    rows = {True: set(), False: set()}
+    with launch.recorded(TARGET):
+        for batch in warmup.steps(limits, (1,)):
+            part = segment_of(batch, layer, lambda *_: KERNEL, slice(0, batch.padded_reqs), Op.PAGED, False)
+            rows[batch.exact].add(prepare(part, layer).cut.rows)
+    assert rows == {True: {8, 16}, False: {8, 16}}

@@ -316,7 +316,7 @@ struct Loop {
                     const float some[4] = {sum[j].at(n, i), sum[j + 1].at(n, i), sum[j + 2].at(n, i),
                                            sum[j + 3].at(n, i)};
                     if (COLUMNS == WIDTH || (c >= 0 && c < COLUMNS))
-                        *(Few<float, 4>*)(sums + at * COLUMNS + c + j) = four(some);
+                        *(Few<float, 4>*)(sums + at * COLUMNS + place_of(r, c + j)) = four(some);
                 }
             }
         }

@@ -209,6 +209,6 @@ struct Loop {
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int i = 0; i < PER_LANE; i += 4)
-                *(Few<float, 4>*)(sums + (group * ROWS + r) * WIDTH + column(lane, i)) = four(sum[r] + i);
+                *(Few<float, 4>*)(sums + (group * ROWS + r) * WIDTH + place_of(r, column(lane, i))) = four(sum[r] + i);
     }
 };
