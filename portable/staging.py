@@ -45,11 +45,11 @@ class Staging:
         more: bytes of the device's block alone, behind.
         block: memory for the device's block; None: new.
 
-    >>> staging = Staging(32, torch.device("cpu"))
-    >>> lens = staging.views({"lens": Field((3,), torch.int32)}, end=32)
+    >>> staging = Staging(256, torch.device("cpu"))
+    >>> lens = staging.views({"lens": Field((3,), torch.int32)}, end=256)
     >>> turn = staging.turn()
     >>> lens.here[turn]["lens"][:] = 7, 8, 9
-    >>> staging.send(lens.start, 32)
+    >>> staging.send(lens.start, lens.end)
     >>> lens.there["lens"].tolist()
     [7, 8, 9]
     """

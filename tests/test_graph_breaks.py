@@ -20,6 +20,7 @@ from portable.kernel import Op
 from portable.padding import padded
 from portable.platform.graphs import recording, tensors, using
 from portable.sizes import Size, ladder
+from portable.upload import ALIGNMENT
 from portable.variants import cross
 
 PAGE, WIDTH, REQS, PAGES = 4, 8, 5, 60
@@ -226,7 +227,7 @@ def test_padded_plans_lie_in_the_callers_workspace(recorder):
             batch = attn.plan(step, pad_to=4, slot=slot).batch
             for tensor in (batch.seq_lens, batch.block_table, batch.slot_mapping):
                 assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + need
-                assert tensor.data_ptr() % 16 == 0
+                assert tensor.data_ptr() % ALIGNMENT == 0
         with pytest.raises(ValueError, match=r"workspace has \d+ bytes left, and a slot takes \d+"):
             attn.plan(step, pad_to=4, slot=2)
         attn.plan(step, pad_to=2 + REQS // 2, slot=1)  # a slot that has its memory keeps it
@@ -243,7 +244,7 @@ def test_padded_plans_lie_in_the_callers_workspace(recorder):
         attn.workspace_bytes(slots=0)
 
 
-@pytest.mark.parametrize("first", range(17))
+@pytest.mark.parametrize("first", [*range(17), 127])
 def test_a_workspace_of_any_address_is_aligned_within_and_holds_the_slots_it_was_measured_for(recorder, first):
     attn, step = World().attn, World().step(reqs=3)
     need, memory = attn.workspace_bytes(slots=2), torch.full((1 << 17,), 7, dtype=torch.uint8)
@@ -251,7 +252,7 @@ def test_a_workspace_of_any_address_is_aligned_within_and_holds_the_slots_it_was
         attn.use_workspace(memory[first : first + need])
         plans = [attn.plan(step, pad_to=REQS, slot=slot) for slot in range(2)]
     for tensor in tensors([plan.parts for plan in plans]):
-        assert tensor.data_ptr() % 16 == 0
+        assert tensor.data_ptr() % 16 == 0  # what kernels prepare besides is not in it
     assert memory[:first].eq(7).all() and memory[first + need :].eq(7).all()
 
 
@@ -259,14 +260,15 @@ def test_a_workspace_that_is_too_small_or_in_use_is_refused_when_it_is_given(rec
     attn = World().attn
     need = attn.workspace_bytes(slots=1)
     memory = torch.zeros(3 * need, dtype=torch.uint8)
-    first = -memory.data_ptr() % 16
-    for start, size, left in ((first, need - 17, need - 17), (first + 1, need - 2, need - 17), (first, 0, 0)):
-        with pytest.raises(ValueError, match=f"workspace has {size} bytes, {left} of them from a multiple of 16 on, "
-                           f"and a slot takes {need - 16}; it must be workspace_bytes"):  # fmt: skip
+    first = -memory.data_ptr() % ALIGNMENT
+    short = need - ALIGNMENT - 1
+    for start, size, left in ((first, short, short), (first + 1, need - 2, short), (first, 0, 0)):
+        said = f"{size} bytes, {left} of them from a multiple of {ALIGNMENT} on, and a slot takes {need - ALIGNMENT};"
+        with pytest.raises(ValueError, match=f"workspace has {said} it must be workspace_bytes"):
             attn.use_workspace(memory[start : start + size])
     attn.use_workspace(memory[:need])
     attn.plan(World().step(reqs=1), pad_to=2)
-    for start, end in ((0, 3 * need), (0, need), (need - 32, 3 * need)):
+    for start, end in ((0, 3 * need), (0, need), (need - 2 * ALIGNMENT, 3 * need)):
         with pytest.raises(ValueError, match="workspace holds a plan slot already; give memory"):
             attn.use_workspace(memory[start:end])
     attn.use_workspace(memory[need:])

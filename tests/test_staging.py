@@ -7,6 +7,7 @@ import torch
 
 from portable.platform.graphs import repeatable
 from portable.staging import Field, Staging
+from portable.upload import ALIGNMENT
 
 FIELDS = {"lens": Field((3,), torch.int32), "slots": Field((2, 2), torch.int64), "flags": Field((5,), torch.bool)}
 
@@ -26,18 +27,19 @@ def test_a_hundred_steps_come_to_the_same_addresses_and_leave_the_last_one_on_th
         if step:
             assert (views.here[turns[-2]]["lens"] == step - 1).all()
     assert turns[:4] == [1, 0, 1, 0]
-    assert all(address % 16 == where["lens"] % 16 for address in where.values())
+    assert all(address % ALIGNMENT == where["lens"] % ALIGNMENT for address in where.values())
 
 
 def test_fields_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="a layout ends at byte 64 of a block of 63"):
-        Staging(63, torch.device("cpu")).views(FIELDS)
+    with pytest.raises(ValueError, match=f"a layout ends at byte {3 * ALIGNMENT} of a block of {3 * ALIGNMENT - 1}"):
+        Staging(3 * ALIGNMENT - 1, torch.device("cpu")).views(FIELDS)
 
 
 def test_fields_may_end_where_others_begin_and_the_device_may_have_more():
-    staging = Staging(96, torch.device("cpu"), more=32)
-    late = staging.views(FIELDS, end=96)
-    assert (late.start, late.end, staging.nbytes) == (32, 96, 128)
+    end = 5 * ALIGNMENT
+    staging = Staging(end, torch.device("cpu"), more=32)
+    late = staging.views(FIELDS, end=end)
+    assert (late.start, late.end, staging.nbytes) == (2 * ALIGNMENT, end, end + 32)
 
 
 def test_work_is_repeated_into_its_first_results_wherever_they_are():
