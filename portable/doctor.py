@@ -26,7 +26,7 @@ SCHEMA = 1
 VARIABLES = {
     "PORTABLE_BACKEND": "forces kernels: a provider or kernel name, or op=name,...",
     "PORTABLE_CACHE_DIR": "where converted models and compiled kernels are kept",
-    "PORTABLE_DEBUG": "1: C++ kernels end a launch that would leave its cache",
+    "PORTABLE_DEBUG": "1: the C++ write and gather of a cache end a launch at a slot or page past its end",
     "PORTABLE_DEVICE": "the device when none is named",
     "PORTABLE_LOG": "what is reported on stderr: debug, info, warning or error",
     plugins.VARIABLE: "the plug-ins that may load; empty: none",

@@ -70,7 +70,7 @@ def write(
     layer: Layer,
     tensors: LayerTensors,
 ) -> None:
-    """Scatter rows to slots; a slot below 0 or past the end writes nothing.
+    """Scatter rows to slots; a slot below 0 or past the end writes nothing, or, the latter, ends a debug build.
 
     For MLA, k is [T, rank + rope] without v, or [T, rank] with the roped part [T, rope] as v.
     """

@@ -88,6 +88,11 @@ class Function:
         self._nothing = struct.unpack(f"@{changing}", bytes(struct.calcsize(f"@{changing}")))
         self._functions: dict[int, tuple[runtime.Driver, ctypes.c_void_p]] = {}  # by device
 
+    def foresee(self) -> None:
+        """Have a warm-up compile it: other steps of the layer take it in the place of one that is launched."""
+        if _thread.recording is not None:
+            _thread.recording[1].append(self)
+
     def prepare(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -192,7 +197,7 @@ def _maker(count: int) -> Callable[..., Launch]:
 
 
 def checks() -> dict[str, int]:
-    """What a debug build defines besides: its kernels end the launch where an address would be outside of its tensor.
+    """What a debug build of the cache's kernels defines besides: a slot or a page past the end ends the launch.
 
     Asked when a launch is prepared, and not when it is used again. Checked code is compiled on this machine.
     """

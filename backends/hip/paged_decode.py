@@ -293,6 +293,10 @@ def _launch(
         OPEN if left is None else left, 0 if segment.causal is True else OPEN if right is None else right,
         factor, softcap, scale_step(factors[0]), scale_step(factors[1]),
     )  # fmt: skip
+    whole = cut_of(layer, segment.max_query_len, target_of(q).arch)
+    if whole.rows == 16 and not layer.batch_invariant:  # which of the two a step takes, `prepare` says
+        for rows in (16, 8):
+            _function(q.dtype, k.dtype, replace(whole, rows=rows), vector, full).foresee()
     function = _function(q.dtype, k.dtype, cut, vector, full)
     return function.prepare(given, fixed, threads=cut.threads), ref(k), ref(v), k.data_ptr(), v.data_ptr(), layer
 

@@ -1,7 +1,7 @@
-"""Every kernel of ours meets the contract when its AMD code is executed, on both architectures.
+"""Every kernel of ours meets the contract when its AMD code is executed: each cell on one of the two architectures.
 
-They share the cells, since all on both take twice as long: `portable conformance --full --device emulated:ARCH`
-has them, and ci/results/conformance-ARCH.json says with what result.
+All on both take twice as long; `portable conformance --full --device emulated:ARCH` has them, which the lanes of the
+matrix run, and ci/results/conformance-ARCH.json says with what result, of which source.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from portable.backends.hip import KERNELS, launch, paged_decode
 from portable.backends.hip.paged_decode import LEAST, _chunk, cut_of, prepare
 from portable.conformance import cells, contract, laws
 from portable.conformance.inputs import build
-from portable.kernel import Op
+from portable.kernel import KV, Op
 from portable.limits import Limits
 from portable.mha import segment_of
 from portable.platform.emulated import activate
@@ -127,13 +127,21 @@ def test_blocks_of_16_rows_are_right(arch: str, monkeypatch: pytest.MonkeyPatch)
     assert {(64, 8, 1), (128, 8, 1), (128, 16, 1)} < met and max(splits for _, _, splits in met) > 2
 
 
-def test_a_warm_up_meets_blocks_of_8_and_of_16_rows():
-    """Which of them a step takes is a matter of its requests and keys."""
+@pytest.mark.parametrize("max_seq_len", [64, 4096], ids=["8 alone", "both"])
+def test_a_warm_up_compiles_blocks_of_8_and_of_16_rows(max_seq_len):
+    """Which of them a step takes is a matter of its requests and keys, and of whether all are causal."""
     layer = portable.Layer.gqa(num_heads=16, num_kv_heads=1, head_dim=64)
-    limits = Limits(page_size=16, max_reqs=4, max_tokens=4, max_seq_len=4096)
-    rows = {True: set(), False: set()}
-    with launch.recorded(TARGET):
+    limits = Limits(page_size=16, max_reqs=4, max_tokens=4, max_seq_len=max_seq_len)
+    met, compiled = set(), set()
+    q = torch.empty((4, 16, 64), dtype=layer.dtype, device="meta")
+    kv = KV(*(torch.empty((8, 16, 1, 64), dtype=layer.dtype, device="meta") for _ in range(2)))
+    with launch.recorded(TARGET) as functions:
         for batch in warmup.steps(limits, (1,)):
             part = segment_of(batch, layer, lambda *_: KERNEL, slice(0, batch.padded_reqs), Op.PAGED, False)
-            rows[batch.exact].add(prepare(part, layer).cut.rows)
-    assert rows == {True: {8, 16}, False: {8, 16}}
+            part = replace(part, prepared=prepare(part, layer))
+            met.add(part.prepared.cut.rows)
+            rows = q[: batch.num_tokens]
+            KERNEL.run(rows, kv, part, layer, portable.LayerTensors(), torch.empty_like(rows), None)
+            compiled |= {each for function in functions for each in function.defines if each.startswith("ROWS")}
+            assert compiled == {"ROWS=8", "ROWS=16"}
+    assert met == ({8} if max_seq_len == 64 else {8, 16})
