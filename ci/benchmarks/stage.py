@@ -13,6 +13,7 @@ import fnmatch
 import hashlib
 import json
 import lzma
+import os
 import re
 import subprocess
 import sys
@@ -180,7 +181,7 @@ def unpacked(folder: Path) -> Path:
         library = folder / "site" / file
         if not library.exists() and (folder / name).exists():
             library.parent.mkdir(parents=True, exist_ok=True)
-            part = library.with_suffix(".part")
+            part = library.with_suffix(f".{os.getpid()}.part")  # parts of ci/card unpack at once
             part.write_bytes(lzma.decompress((folder / name).read_bytes()))
             part.rename(library)
     return folder / "site"
