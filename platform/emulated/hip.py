@@ -134,6 +134,14 @@ def compile(source: str | Path, arch: str, options: Sequence[str] = (), cache: P
         raise ValueError(f"arch {arch!r} is not one of {', '.join(driver.DEVICES)}")
     if isinstance(source, str) and "\n" not in source and source.endswith((".hip", ".cu", ".cpp", ".h")):
         raise ValueError(f"source is {source!r}, the name of a file; it must be the text itself, or a Path")
+    name = source.name if isinstance(source, Path) else "source.hip"
+    return Module(name, arch, *compiled(source, arch, options, cache))
+
+
+def compiled(
+    source: str | Path, arch: str, options: Sequence[str] = (), cache: Path | None = None
+) -> tuple[str, dict[str, Signature]]:
+    """The assembly of `compile` and its kernels by symbol, for any architecture of AMD."""
     folder = source.resolve().parent if isinstance(source, Path) else None
     name, text = (source.name, source.read_text()) if isinstance(source, Path) else ("source.hip", source)
     parts = [clang.version(), arch, json.dumps(list(options)), name, text]
@@ -144,11 +152,10 @@ def compile(source: str | Path, arch: str, options: Sequence[str] = (), cache: P
     if not file.is_file():
         _write(file, json.dumps(clang.build(text, name, folder, arch, options)))
     assembly, kernels = json.loads(file.read_text())
-    signatures = {
+    return assembly, {
         symbol: Signature(plain, threads, tuple(Parameter(*each) for each in parameters))
         for symbol, (plain, threads, parameters) in kernels.items()
     }
-    return Module(name, arch, assembly, signatures)
 
 
 def cache_dir() -> Path:
