@@ -63,9 +63,9 @@ _H100 = (  # and whatever else is an sm90
     _mla((65, None), DRAFTS, (33, None), (32769, None), MLA, FA, HOPPER),
     # all others
     _mla(ANY, (1, 8), ANY, ANY, FA, MLA, HOPPER),
-    # in a replayed graph within 12 % of each other on an H100, 6 % on an H200; an eager call takes the host 5 to 6 us
-    # in C++, in Triton 11 to 16 (the slowest of five hosts 8, and 17 to 21). MLA's latents (its heads have 192) were
-    # not timed
+    # in a replayed graph within 12 % of each other on an H100, 6 % on an H200; an eager call takes the host 5 to 7 us
+    # in C++, in Triton 11 to 21 (the slowest of four hosts 8 to 9, and 17 to 22). MLA's latents (its heads have 192)
+    # were not timed
     *(Fastest(op, ("sm90",), ("hip",), qk_head_dim=(1, 128)) for op in ("cache_write", "cache_gather", "merge")),
     # 49 rows of decodes and verifications, heads of 64 and 128: 0.35 (sinks and a window) to 1.03 of the time of vLLM's
     # FA3, all on an H100

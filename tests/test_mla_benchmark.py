@@ -101,8 +101,7 @@ def test_flashinfer_is_planned_once_and_held_against_float64(new):
 
 
 def test_flashinfer_is_called_by_the_signature_of_its_binding():
-    folder = Path(os.environ.get("PEERS", ROOT / ".gpu" / "peers"))
-    binding = folder / "site" / flashinfer_stage.SIGNATURE
+    binding = Path(os.environ.get("PEERS", "nowhere")) / "site" / flashinfer_stage.SIGNATURE
     if not binding.exists():
         pytest.skip("no folder of staged peers (PEERS) has FlashInfer")
     kinds = {

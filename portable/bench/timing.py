@@ -1,9 +1,9 @@
 """One workload's contestants, timed in turns: graph replay, medians, outputs poisoned and checked before and after.
 
 Turns, because a card's clock, power and temperature drift: short rounds in which each is timed keep the drift out of
-the ratios, and orders in which each follows every other keep out what a busy neighbour does to the clock. In three
-rounds of 13 ms an H200 took 7% longer for one operator called by an adapter than bare; in twelve, but with the same
-neighbours, 3.5% longer for an MLA decode beside FlashAttention 3 than for the same one beside its own variant.
+the ratios, and orders in which each follows every other spread what a busy neighbour does to the clock. In three
+rounds of 13 ms, always behind the same neighbours, an H200 took 7% longer for one operator called by an adapter than
+bare. What twelve rounds in such orders gain over twelve in alternating ones was not told apart.
 """
 
 from __future__ import annotations
